@@ -1,0 +1,203 @@
+"""Settings of the coordinator (`server.toml`)."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from aether_common.bus import COORDINATOR_SCHEMES, check_url
+from aether_common.identity import ModelIdentity, check_revision
+from aether_common.names import Names
+from aether_common.settings import Section, Settings
+from aether_common.wire import Sampling
+from pydantic import Field, field_validator, model_validator
+
+SourceName = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
+
+
+class NatsSettings(Section):
+    """The message queue between machines."""
+
+    url: str | None = None
+    """`nats://` (loopback) or `tls://` URL of a nats-server that runs already; unset: an embedded one is started."""
+    key_file: Path | None = None
+    """nkey seed of the coordinator; unset with the embedded server, which has its own."""
+    ca_file: Path | None = None
+    """Certificate authority for `tls://`; unset: the system's."""
+    port: int = Field(0, ge=0, le=65535)
+    """Embedded server: coordinator port on loopback; 0 takes a free one and keeps it."""
+    websocket_port: int = Field(0, ge=0, le=65535)
+    """Embedded server: WebSocket port for workers; 0 takes a free one and keeps it."""
+    max_storage_mib: int = Field(4096, ge=64)
+    """Bound of JetStream's files."""
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        return value if value is None else check_url(value, COORDINATOR_SCHEMES)
+
+    @model_validator(mode="after")
+    def _external(self) -> Self:
+        if self.url is not None and self.key_file is None:
+            raise ValueError("nats.url names an external server: set nats.key_file to the coordinator's nkey seed")
+        if self.url is None and self.key_file is not None:
+            raise ValueError("nats.key_file belongs to an external server: set nats.url, or remove it")
+        return self
+
+
+class GatewaySettings(Section):
+    """The loopback endpoint that verifiers' train client calls, and `status`."""
+
+    port: int = Field(0, ge=0, le=65535)
+    """0 takes a free one."""
+
+
+class SamplingSettings(Section):
+    """Sampling of a source."""
+
+    temperature: float = Field(1.0, ge=0)
+    max_tokens: int = Field(512, ge=1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+
+
+class SourceSettings(Section):
+    """What train and evaluation sources share."""
+
+    name: SourceName
+    taskset: str
+    """verifiers taskset id: an installed module with one `Taskset` in `__all__`."""
+    taskset_args: dict[str, Any] = {}
+    """Fields of the taskset's own config."""
+    harness: str = "chat"
+    """`chat` runs the conversation in the coordinator's process; else a verifiers harness id."""
+    harness_args: dict[str, Any] = {}
+    runtime: dict[str, Any] = {"type": "subprocess"}
+    """verifiers runtime table of the agent, for example {type = "docker", image = "…"}."""
+    max_turns: int | None = Field(None, ge=1)
+    """Turns per episode; None: the taskset decides."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first so many tasks."""
+    sampling: SamplingSettings = SamplingSettings()
+
+
+class TrainSource(SourceSettings):
+    """A `[[train]]` table: a taskset that groups are drawn from."""
+
+    weight: float = Field(1.0, gt=0)
+    """Share of the groups relative to the other train sources."""
+    shuffle: bool = True
+    """Draw tasks in a seeded order, another one each epoch."""
+
+    @model_validator(mode="after")
+    def _neutral(self) -> Self:
+        sampling = Sampling(**self.sampling.model_dump())
+        if shaped := sampling.shaped():
+            raise ValueError(
+                f"train source {self.name!r}: sampling.{shaped[0]} is not neutral: training needs the logprobs of the "
+                "full distribution; remove it (evaluations may set it)"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(f"train source {self.name!r}: sampling.temperature = 0 has no exploration: use e.g. 1.0")
+        return self
+
+
+class EvalSource(SourceSettings):
+    """An `[[eval]]` table: tasks that are never trained on, at pinned policy versions."""
+
+    episodes_per_task: int = Field(1, ge=1)
+    every: int | None = Field(None, ge=1)
+    """Evaluate every so many policy versions; the first and the last are always evaluated."""
+
+
+class BatchSettings(Section):
+    """How episodes become training steps."""
+
+    groups: int = Field(8, ge=1)
+    """Groups (tasks) in a batch."""
+    group_size: int = Field(8, ge=2)
+    """Episodes of each task, compared with each other."""
+    max_policy_lag: int = Field(1, ge=0)
+    """How many versions a trained group may be older than the policy that step s trains from; 0: synchronous."""
+    drop_uniform_groups: bool = False
+    """Replace groups whose rewards are all equal instead of counting their tokens without a gradient."""
+    group_deadline_s: float = Field(1800.0, gt=0)
+    """How long a batch waits for the running groups that could not enter a later one."""
+
+
+class EpisodeSettings(Section):
+    """Limits of running episodes."""
+
+    max_concurrent: int = Field(256, ge=1)
+    max_attempts: int = Field(3, ge=1)
+    """Runs of one episode that infrastructure made fail before the group is dropped."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Time of one episode without the time its turns waited for a worker."""
+    turn_deadline_s: float = Field(1800.0, gt=0)
+    """Time of one turn, waiting included, before it fails as infrastructure."""
+
+
+class TrainerProcess(Section):
+    """The supervised trainer."""
+
+    config: Path
+    """Its settings file (`trainer.toml`)."""
+    python: Path | None = None
+    """Interpreter of the trainer's environment; unset: this one."""
+    max_restarts: int = Field(5, ge=0)
+    """Restarts without a new checkpoint before the run stops."""
+
+
+class ServerSettings(Settings):
+    """`server.toml`: one run."""
+
+    PREFIX: ClassVar[str] = "AETHER_SERVER_"
+
+    run: str
+    """Name of the run: lower-case letters, digits, hyphens; part of every subject."""
+    run_root: Path
+    """Directory of the run: state, batches, checkpoints, logs."""
+    steps: int = Field(ge=1)
+    """Training steps after which the run is finished."""
+    seed: int = 0
+    """Fixes the order of tasks and the seeds of jobs."""
+    model: str
+    """Base model: hub repository or local directory (its tokenizer is read here)."""
+    base_model: ModelIdentity
+    """What `aether-coordinator identity` prints; trainer and workers must load exactly this."""
+    renderer: dict[str, Any] = {}
+    """Options of the renderer that `base_model.renderer` names."""
+    max_model_len: int = Field(ge=1)
+    """Longest prompt plus completion, in tokens; workers must serve at least this."""
+    train: list[TrainSource] = Field(min_length=1)
+    eval: list[EvalSource] = []
+    batch: BatchSettings = BatchSettings()
+    episodes: EpisodeSettings = EpisodeSettings()
+    trainer: TrainerProcess
+    nats: NatsSettings = NatsSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @field_validator("run")
+    @classmethod
+    def _run(cls, value: str) -> str:
+        Names(value)
+        return value
+
+    @field_validator("base_model")
+    @classmethod
+    def _revision(cls, value: ModelIdentity) -> ModelIdentity:
+        check_revision(value.revision)
+        return value
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [source.name for source in (*self.train, *self.eval)]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sources are named {repeated[0]!r}: give each its own name")
+        for source in (*self.train, *self.eval):
+            if source.sampling.max_tokens >= self.max_model_len:
+                raise ValueError(
+                    f"source {source.name!r}: sampling.max_tokens = {source.sampling.max_tokens} leaves no room for a "
+                    f"prompt in max_model_len = {self.max_model_len}"
+                )
+        return self
