@@ -45,8 +45,8 @@ class ModelIdentity(BaseModel):
     dtype: str
     """Serving dtype, for example bfloat16."""
     quantization: str = "none"
-    renderer: str
-    """Name of the `renderers` renderer, never auto-selected; workers copy the coordinator's."""
+    renderer: str = ""
+    """Name of the `renderers` renderer, never auto-selected; empty where nothing is rendered (workers, trainer)."""
 
 
 def check_revision(revision: str) -> str:
@@ -96,7 +96,7 @@ def directory_revision(path: Path) -> str:
 
 
 def compute_identity(
-    model: str, revision: str | None, dtype: str, renderer: str, quantization: str = "none"
+    model: str, revision: str | None, dtype: str, renderer: str = "", quantization: str = "none"
 ) -> ModelIdentity:
     """Compute the identity of the model's files. Raises `IdentityError` naming what is missing or differs."""
     path = resolve_model(model, revision)
@@ -143,9 +143,9 @@ def differences(expected: ModelIdentity, actual: ModelIdentity) -> list[str]:
     """One line per field that differs, with both values. The repository's name is informative."""
     lines: list[str] = []
     for name in ModelIdentity.model_fields:
-        if name == "repository":
-            continue
         left, right = getattr(expected, name), getattr(actual, name)
+        if name == "repository" or (name == "renderer" and not right):
+            continue
         if left != right:
             lines.append(f"{name}: the run has {left!r}, here it is {right!r}")
     return lines
