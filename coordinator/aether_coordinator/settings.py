@@ -26,7 +26,7 @@ class NatsSettings(Section):
     """Embedded server: coordinator port on loopback; 0 takes a free one and keeps it."""
     websocket_port: int = Field(0, ge=0, le=65535)
     """Embedded server: WebSocket port for workers; 0 takes a free one and keeps it."""
-    max_storage_mib: int = Field(4096, ge=64)
+    max_storage_mib: int = Field(4096, ge=512)
     """Bound of JetStream's files."""
 
     @field_validator("url")

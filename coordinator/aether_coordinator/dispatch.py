@@ -1,0 +1,331 @@
+"""Dispatch: turns wait here until a suitable worker has room, then become jobs on its lane.
+
+Evaluations go first (they are finite and pinned), then the oldest turn. The worker that holds the
+prefix of the turn's session or group is preferred, then one that has the adapter loaded, then the
+least loaded. `reassign` is the one way in which a job leaves a worker without an answer.
+"""
+
+import asyncio
+import heapq
+import itertools
+import time
+from dataclasses import dataclass, field
+
+import nats.errors
+from aether_common.bus import Bus
+from aether_common.errors import AetherError
+from aether_common.names import Names
+from aether_common.wire import Job, Kind, Reason, Reply, Sampling
+from loguru import logger
+from nats.js.errors import APIError
+
+from aether_coordinator.fleet import Fleet, Worker
+from aether_coordinator.journal import TurnKey
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.records import DispatchRecord, TurnRecord
+from aether_coordinator.status import Counters
+from aether_coordinator.streams import Streams
+
+MAX_FAILURES = 3
+PUBLISH_RETRY_S = 1.0
+WRONG_LAST_SEQUENCE = 10071
+COUNTED = (Reason.ENGINE, Reason.UNREADABLE, Reason.ADAPTER)
+"""Reasons of a worker that count against a job; drain, cancellation and supersession do not."""
+
+
+class TurnFailed(AetherError):
+    """A turn failed for reasons that only infrastructure can cause."""
+
+
+class PromptTooLong(AetherError):
+    """The prompt leaves no room for a completion: the policy or the task used the context up."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A model call that waits for its answer."""
+
+    key: TurnKey
+    job: str
+    seed: int
+    kind: Kind
+    version: int
+    adapter: str
+    group: int
+    prompt: bytes
+    sampling: Sampling
+    session: str
+    deadline: float
+    """time.monotonic() after which it fails."""
+    order: int = 0
+    dispatch: int = 0
+    worker: str | None = None
+    failures: list[str] = field(default_factory=list)
+    """Workers on which an attempt failed."""
+    answer: asyncio.Future[TurnRecord] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def record(self) -> DispatchRecord:
+        assert self.worker is not None
+        return DispatchRecord(
+            job=self.job,
+            worker=self.worker,
+            dispatch=self.dispatch,
+            journal=self.key.journal,
+            kind=self.kind,
+            version=self.version,
+            adapter=self.adapter,
+            max_tokens=self.sampling.max_tokens,
+            group=self.group,
+            seed=self.seed,
+        )
+
+
+class Dispatcher:
+    """Owns the turns that have no answer yet."""
+
+    def __init__(self, bus: Bus, names: Names, ledger: Ledger, streams: Streams, counters: Counters) -> None:
+        self._bus = bus
+        self._names = names
+        self._ledger = ledger
+        self._streams = streams
+        self._counters = counters
+        self._ready: list[tuple[int, int, str]] = []
+        self._order = itertools.count()
+        self._prefix: dict[str, str] = {}
+        self.turns: dict[str, Turn] = {}
+        """By job id: waiting and running."""
+        self.orphans: dict[str, DispatchRecord] = {}
+        """Dispatched before a restart and not asked for again yet."""
+        self.fleet: Fleet
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Dispatch until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self.pump()
+            while True:
+                await asyncio.sleep(1.0)
+                self._expire()
+                self.pump()
+
+    @property
+    def waiting(self) -> int:
+        return sum(turn.worker is None for turn in self.turns.values())
+
+    @property
+    def running(self) -> int:
+        return sum(turn.worker is not None for turn in self.turns.values())
+
+    async def generate(self, turn: Turn) -> TurnRecord:
+        """The answer of a turn. Raises `TurnFailed` or `PromptTooLong`."""
+        if (known := self.turns.get(turn.job)) is not None:
+            return await asyncio.shield(known.answer)
+        turn.order = next(self._order)
+        self.turns[turn.job] = turn
+        orphan = self.orphans.pop(turn.job, None)
+        holder = self.fleet.workers.get(orphan.worker) if orphan else None
+        if orphan and holder and not holder.lost:
+            # Its job is still pending, or its reply on the way: attach.
+            turn.worker, turn.dispatch = orphan.worker, orphan.dispatch
+            holder.jobs.add(turn.job)
+        else:
+            turn.dispatch = orphan.dispatch + 1 if orphan else 0
+            self._wait(turn)
+            self.pump()
+        return await asyncio.shield(turn.answer)
+
+    def _wait(self, turn: Turn) -> None:
+        turn.worker = None
+        heapq.heappush(self._ready, (0 if turn.kind == "eval" else 1, turn.order, turn.job))
+
+    def pump(self) -> None:
+        """Hand out ready turns while a worker has room."""
+        if self._tasks is None:
+            return
+        while self._ready:
+            _, _, job = self._ready[0]
+            turn = self.turns.get(job)
+            if turn is None or turn.worker is not None:
+                heapq.heappop(self._ready)
+                continue
+            worker = self._choose(turn)
+            if worker is None:
+                return
+            heapq.heappop(self._ready)
+            turn.worker = worker.name
+            worker.jobs.add(job)
+            self._prefix[turn.session] = worker.name
+            self._prefix[f"group {turn.group}"] = worker.name
+            self._tasks.create_task(self._publish(turn, worker.name, turn.dispatch))
+
+    def _choose(self, turn: Turn) -> Worker | None:
+        room = [worker for worker in self.fleet.workers.values() if worker.room > 0]
+        # A worker on which it failed gets it again only if there is no other.
+        room = [worker for worker in room if worker.name not in turn.failures] or room
+        if not room:
+            return None
+        for prefix in (turn.session, f"group {turn.group}"):
+            holder = self._prefix.get(prefix)
+            for worker in room:
+                if worker.name == holder and len(worker.jobs) < worker.slots:
+                    return worker
+        return min(
+            room,
+            key=lambda worker: (
+                len(worker.jobs) >= worker.slots,
+                turn.adapter not in worker.adapters,
+                len(worker.jobs) / worker.slots,
+                worker.name,
+            ),
+        )
+
+    async def _publish(self, turn: Turn, worker: str, dispatch: int) -> None:
+        """Record who gets the job, then put it on the lane; a refused publish is held and tried again."""
+        await self._ledger.enqueue(Write("dispatches", turn.job.encode(), turn.record.encode()))
+        subject = self._names.job(worker, turn.kind, turn.version, turn.job)
+        headers = {
+            "Nats-Expected-Last-Subject-Sequence": "0",
+            "Nats-Expected-Last-Subject-Sequence-Subject": self._names.job_anywhere(turn.job),
+        }
+        confirmed_before = True
+        while self._is_current(turn, worker, dispatch):
+            await self._bus.connected.wait()
+            try:
+                await self._streams.js.publish(subject, self._job(turn).encode(), timeout=10, headers=headers)
+                return
+            except APIError as error:
+                if error.err_code == WRONG_LAST_SEQUENCE:
+                    if not confirmed_before:
+                        return  # The try before arrived, its confirmation did not.
+                    # A copy of an earlier dispatch is still on a lane.
+                    await self._purge(turn.job)
+                    continue
+                logger.bind(job=turn.job).warning("job not taken by the stream, trying again: {}", error)
+            except nats.errors.Error as error:
+                logger.bind(job=turn.job).debug("job not published, trying again: {!r}", error)
+                confirmed_before = False
+            await asyncio.sleep(PUBLISH_RETRY_S)
+
+    def _is_current(self, turn: Turn, worker: str, dispatch: int) -> bool:
+        return self.turns.get(turn.job) is turn and (turn.worker, turn.dispatch) == (worker, dispatch)
+
+    def _job(self, turn: Turn) -> Job:
+        return Job(
+            job=turn.job,
+            dispatch=turn.dispatch,
+            key=turn.key.digest,
+            kind=turn.kind,
+            version=turn.version,
+            adapter=turn.adapter,
+            prompt=turn.prompt,
+            sampling=turn.sampling,
+            seed=turn.seed,
+            session=turn.session,
+            remaining_ms=max(0, int((turn.deadline - time.monotonic()) * 1000)),
+        )
+
+    def answered(self, record: TurnRecord) -> None:
+        """A valid reply is on its way into the ledger: answer the turn, free the worker."""
+        turn = self.turns.pop(record.job, None)
+        self._free(record.worker, record.job)
+        if turn is not None and not turn.answer.done():
+            turn.answer.set_result(record)
+        self.pump()
+
+    def returned(self, reply: Reply) -> None:
+        """A worker handed a job back, or an attempt on it failed."""
+        self._counters.jobs_returned += 1
+        turn = self.turns.get(reply.job)
+        if turn is None:
+            self._free(reply.worker, reply.job)
+            return
+        if reply.reason is Reason.PROMPT_TOO_LONG:
+            self._fail(turn, PromptTooLong(reply.message or "the prompt is longer than the context"))
+            return
+        counted = reply.reason in COUNTED
+        logger.bind(job=reply.job, worker=reply.worker).info(
+            "job handed back by {}: {} {}", reply.worker, reply.reason, reply.message
+        )
+        self.reassign(turn, counted=counted, reason=str(reply.reason))
+
+    def lost(self, worker: Worker, jobs: list[str]) -> None:
+        """A worker is dead or was superseded: its jobs go to others."""
+        for job in jobs:
+            if (turn := self.turns.get(job)) is not None and turn.worker == worker.name:
+                self.reassign(turn, counted=worker.lost, reason=f"worker {worker.name} lost")
+
+    def reassign(self, turn: Turn, *, counted: bool, reason: str) -> None:
+        """Take a job from its worker and let it run elsewhere; `counted` failures add up."""
+        worker = turn.worker
+        if worker is None or self._tasks is None:
+            return
+        self._free(worker, turn.job)
+        self._counters.jobs_reassigned += 1
+        if counted:
+            turn.failures.append(worker)
+            usable = {name for name, known in self.fleet.workers.items() if known.usable}
+            if len(turn.failures) >= MAX_FAILURES and usable <= set(turn.failures[-MAX_FAILURES:]) or (
+                len(set(turn.failures)) >= MAX_FAILURES
+            ):
+                self._fail(turn, TurnFailed(f"{len(turn.failures)} attempts failed, the last: {reason}"))
+                return
+        turn.dispatch += 1
+        turn.worker = None
+        self._tasks.create_task(self._requeue(turn, turn.dispatch))
+
+    async def _requeue(self, turn: Turn, dispatch: int) -> None:
+        await self._purge(turn.job)
+        if self.turns.get(turn.job) is turn and turn.dispatch == dispatch and turn.worker is None:
+            self._wait(turn)
+            self.pump()
+
+    async def _purge(self, job: str) -> None:
+        try:
+            await self._bus.connected.wait()
+            await self._streams.purge_job(job)
+        except nats.errors.Error as error:
+            # The worker's late reply is refused by its dispatch number, and the publish finds the old copy.
+            logger.bind(job=job).warning("job not purged from its lane: {!r}", error)
+
+    def _free(self, worker: str, job: str) -> None:
+        if (known := self.fleet.workers.get(worker)) is not None:
+            known.jobs.discard(job)
+
+    def _fail(self, turn: Turn, error: AetherError) -> None:
+        self.turns.pop(turn.job, None)
+        if turn.worker is not None:
+            self._free(turn.worker, turn.job)
+        if not turn.answer.done():
+            turn.answer.set_exception(error)
+            turn.answer.exception()  # Retrieved: a client that went away must not make it look forgotten.
+        if self._tasks is not None:
+            self._tasks.create_task(self._purge(turn.job))
+        self._counters.turns_failed += 1
+        self.pump()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for turn in [turn for turn in self.turns.values() if turn.deadline < now]:
+            where = f"running on {turn.worker}" if turn.worker else "waiting for a worker"
+            self._fail(turn, TurnFailed(f"no answer within its deadline ({where})"))
+
+    def forget_prefixes(self, names: list[str]) -> None:
+        """Sessions and groups that are over."""
+        for name in names:
+            self._prefix.pop(name, None)
+
+    async def abort(self, job: str) -> None:
+        """Nobody waits for this turn any more: take it off its lane; the worker is told at its next beat."""
+        if (turn := self.turns.get(job)) is not None:
+            self._fail(turn, TurnFailed("aborted: its client went away"))
+            self._counters.turns_failed -= 1
+
+    async def reconcile(self) -> None:
+        """Publish again what is neither on a lane nor answered (after a reconnect or an empty store)."""
+        pending = await self._streams.pending_jobs()
+        assert self._tasks is not None
+        for turn in list(self.turns.values()):
+            if turn.worker is not None and turn.job not in pending:
+                self._tasks.create_task(self._publish(turn, turn.worker, turn.dispatch))

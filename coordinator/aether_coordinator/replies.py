@@ -1,0 +1,153 @@
+"""Reply intake: every reply is checked against the record of its job, journaled and acknowledged once.
+
+A reply counts only if worker and dispatch number match; any other is dropped and counted. The turn
+is answered when its reply is queued to the ordered writer; the message is acknowledged after the commit.
+"""
+
+import asyncio
+import contextlib
+
+import nats.errors
+from aether_common.bus import Bus
+from aether_common.errors import MessageError
+from aether_common.names import Names, parse_reply
+from aether_common.pull import PullLoop
+from aether_common.wire import Reply, ReplyKind
+from loguru import logger
+from nats.aio.msg import Msg
+
+from aether_coordinator.dispatch import Dispatcher
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.records import DispatchRecord, TurnRecord
+from aether_coordinator.status import Counters
+from aether_coordinator.streams import REPLIES_CONSUMER
+
+WINDOW = 2048
+
+
+class ReplyIntake:
+    """Pulls the reply stream, in order."""
+
+    def __init__(
+        self, bus: Bus, names: Names, ledger: Ledger, dispatcher: Dispatcher, counters: Counters
+    ) -> None:
+        self._names = names
+        self._ledger = ledger
+        self._dispatcher = dispatcher
+        self._counters = counters
+        self._queue: asyncio.Queue[Msg] = asyncio.Queue()
+        self._loop = PullLoop(
+            bus,
+            f"$JS.API.CONSUMER.MSG.NEXT.{names.replies}.{REPLIES_CONSUMER}",
+            WINDOW,
+            self._queue.put_nowait,
+        )
+        self._processed = 0
+        self._progress = asyncio.Event()
+        self.tokens = 0
+        """Completion tokens accepted since the start of this process."""
+
+    async def run(self) -> None:
+        """Take replies until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._loop.run())
+            while True:
+                message = await self._queue.get()
+                committed = await self._take(message)
+                tasks.create_task(self._acknowledge(message, committed))
+
+    async def drained(self, sequence: int, timeout_s: float) -> bool:
+        """Wait until every reply up to `sequence` of the stream was taken."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._processed < sequence:
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _acknowledge(self, message: Msg, committed: asyncio.Future[None] | None) -> None:
+        if committed is not None:
+            await committed
+        # Lost with the connection: it comes again, is found journaled and counts as a duplicate.
+        with contextlib.suppress(nats.errors.Error):
+            await message.ack()
+        self._loop.release()
+        self._processed = max(self._processed, message.metadata.sequence.stream)
+        self._progress.set()
+
+    async def _take(self, message: Msg) -> asyncio.Future[None] | None:
+        """Account for one reply; the future is done when it is durable, None when nothing is written."""
+        worker, job = parse_reply(message.subject)
+        try:
+            reply = Reply.decode(message.data)
+            if (reply.worker, reply.job) != (worker, job):
+                raise MessageError(f"reply of {reply.worker} for {reply.job} on {message.subject}")
+        except MessageError as error:
+            self._counters.messages_bad += 1
+            logger.bind(job=job, worker=worker).warning("bad reply dropped: {}", error)
+            return None
+        self._counters.replies += 1
+        record = self._record(job)
+        if record is None:
+            self._counters.replies_duplicate += 1
+            logger.bind(job=job, worker=worker).debug("reply for an unknown or answered job dropped")
+            return None
+        if record.worker != worker or record.dispatch != reply.dispatch:
+            self._counters.replies_refused += 1
+            logger.bind(job=job, worker=worker).info("reply of a superseded dispatch dropped")
+            return None
+        if reply.kind is not ReplyKind.OK:
+            # An attached orphan has no turn yet: forget it, the rerun turn is dispatched anew.
+            if self._dispatcher.orphans.pop(job, None) is not None:
+                return await self._ledger.enqueue(Write("dispatches", job.encode(), None))
+            self._dispatcher.returned(reply)
+            return None
+        if problem := check_reply(reply, record):
+            self._counters.replies_refused += 1
+            logger.bind(job=job, worker=worker).warning("reply refused: {}", problem)
+            if (turn := self._dispatcher.turns.get(job)) is not None:
+                self._dispatcher.reassign(turn, counted=True, reason=problem)
+            return None
+        assert reply.finish_reason is not None
+        answer = TurnRecord(
+            job=job,
+            worker=worker,
+            dispatch=reply.dispatch,
+            version=reply.version,
+            adapter=reply.adapter,
+            tokens=reply.tokens,
+            logprobs=reply.logprobs,
+            finish_reason=reply.finish_reason,
+        )
+        tokens = len(reply.tokens) // 4
+        self.tokens += tokens
+        self._counters.tokens_generated += tokens
+        committed = await self._ledger.enqueue(
+            Write("journal", record.journal, answer.encode()), Write("dispatches", job.encode(), None)
+        )
+        self._dispatcher.orphans.pop(job, None)
+        self._dispatcher.answered(answer)
+        return committed
+
+    def _record(self, job: str) -> DispatchRecord | None:
+        """Who holds the job: in memory while its turn waits, else as recorded before a restart."""
+        turn = self._dispatcher.turns.get(job)
+        if turn is not None and turn.worker is not None:
+            return turn.record
+        return self._dispatcher.orphans.get(job)
+
+
+def check_reply(reply: Reply, record: DispatchRecord) -> str:
+    """What is wrong with a successful reply, empty if nothing is."""
+    if (reply.adapter, reply.version) != (record.adapter, record.version):
+        return f"sampled from policy {reply.version} ({reply.adapter[:12]}), asked for {record.version}"
+    if reply.seed != record.seed:
+        return "its seed differs from the job's"
+    count = len(reply.tokens) // 4
+    if len(reply.tokens) != 4 * count or len(reply.logprobs) != 4 * count:
+        return "tokens and logprobs differ in length"
+    if reply.finish_reason is None or not 1 <= count <= record.max_tokens:
+        return f"{count} tokens, finish reason {reply.finish_reason}: expected 1 to {record.max_tokens}"
+    return ""
