@@ -97,6 +97,7 @@ class Dispatcher:
         """By job id: waiting and running."""
         self.orphans: dict[str, DispatchRecord] = {}
         """Dispatched before a restart and not asked for again yet."""
+        self.closing = False
         self.fleet: Fleet
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -316,11 +317,20 @@ class Dispatcher:
         for name in names:
             self._prefix.pop(name, None)
 
-    async def abort(self, job: str) -> None:
-        """Nobody waits for this turn any more: take it off its lane; the worker is told at its next beat."""
-        if (turn := self.turns.get(job)) is not None:
-            self._fail(turn, TurnFailed("aborted: its client went away"))
-            self._counters.turns_failed -= 1
+    def abort(self, job: str) -> None:
+        """Nobody waits for this turn any more: take it off its lane; the worker is told at its next beat.
+
+        An answer that still arrives is journaled. At the end of the process jobs stay where they are.
+        """
+        turn = self.turns.get(job)
+        if turn is None or self.closing or self._tasks is None:
+            return
+        del self.turns[job]
+        if turn.worker is not None:
+            self.orphans[job] = turn.record
+            self._free(turn.worker, job)
+            self._tasks.create_task(self._purge(job))
+        turn.answer.cancel()
 
     async def reconcile(self) -> None:
         """Publish again what is neither on a lane nor answered (after a reconnect or an empty store)."""

@@ -56,7 +56,7 @@ class Ledger:
             raise RunDirectoryError(f"the state in {directory} cannot be opened: {error}") from error
         self._queue: asyncio.Queue[tuple[tuple[Write, ...], asyncio.Future[None]]] = asyncio.Queue(QUEUE)
         self._failing = False
-        self.with_every_commit: Callable[[], list[Write]] = lambda: []
+        self.with_every_commit: Callable[[], list[Write]] = list
         """Writes added to each commit, for totals that change with almost every write."""
 
     @property

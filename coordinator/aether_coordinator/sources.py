@@ -45,8 +45,9 @@ def load_source(settings: SourceSettings) -> Source:
         raise
     except Exception as error:
         raise TasksetError(
-            f"source {settings.name!r}: taskset {settings.taskset!r} cannot be loaded: {type(error).__name__}: {error}: "
-            "check the id and taskset_args, and that its package is installed in the coordinator's environment"
+            f"source {settings.name!r}: taskset {settings.taskset!r} cannot be loaded: "
+            f"{type(error).__name__}: {error}: check the id and taskset_args, "
+            "and that its package is installed in the coordinator's environment"
         ) from error
     if not tasks:
         raise TasksetError(f"source {settings.name!r}: taskset {settings.taskset!r} has no tasks")

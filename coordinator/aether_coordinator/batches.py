@@ -1,0 +1,124 @@
+"""Cutting a batch: the file of step N, its digest committed, then renamed; never rebuilt differently.
+
+The bytes of a batch depend only on the recorded groups and traces.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+from aether_common.batch import Batch, Sample, batch_path
+from aether_common.digests import sha256_bytes, sha256_file
+from aether_common.errors import RunDirectoryError
+from aether_common.files import TEMPORARY, disk_error, fsync_directory
+from loguru import logger
+
+from aether_coordinator.groups import Groups
+from aether_coordinator.lag import lag
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.records import BatchRecord, EpisodeRecord, GroupRecord, number_key
+from aether_coordinator.samples import decode_episode, episode_samples
+from aether_coordinator.score import mean_centred
+from aether_coordinator.settings import ServerSettings
+from aether_coordinator.status import Counters
+
+
+class Batches:
+    """The committed batches of the run."""
+
+    def __init__(self, settings: ServerSettings, ledger: Ledger, groups: Groups, counters: Counters) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._groups = groups
+        self._counters = counters
+        self.records: dict[int, BatchRecord] = {}
+        (settings.run_root / "batches").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def next_step(self) -> int:
+        """The first step without a committed batch."""
+        return max(self.records, default=0) + 1
+
+    def load(self) -> None:
+        """Read the committed batches and complete a rename that a crash left out."""
+        for _, value in self._ledger.scan("batches"):
+            record = BatchRecord.decode(value)
+            self.records[record.step] = record
+        if not self.records:
+            return
+        newest = self.records[max(self.records)]
+        path = batch_path(self._settings.run_root, newest.step)
+        if not path.is_file():
+            self._rename(newest)
+        elif sha256_file(path) != newest.digest:
+            raise RunDirectoryError(f"{path} differs from the committed batch of step {newest.step}: restore the file")
+
+    async def commit(self, groups: list[GroupRecord]) -> BatchRecord:
+        """Write, commit and publish (as a file) the batch of the next step."""
+        step = self.next_step
+        episodes = {group.id: self._groups.of(group) for group in groups}
+        data, tokens = await asyncio.to_thread(self._build, step, groups, episodes)
+        rewards = [episode.reward for group in groups for episode in episodes[group.id] if episode.state == "done"]
+        record = BatchRecord(
+            step=step,
+            digest=sha256_bytes(data),
+            groups=[group.id for group in groups],
+            reward=sum(rewards) / len(rewards),
+            tokens=tokens,
+            lag=sum(lag(step, group.version) for group in groups) / len(groups),
+        )
+        await asyncio.to_thread(self._write_temporary, record.step, data)
+        batched = [group.batched(step) for group in groups]
+        self._counters.groups_trained += len(groups)
+        self._counters.tokens_trained += tokens
+        await self._ledger.commit(
+            Write("batches", number_key(step), record.encode()),
+            *(Write("groups", group.key, group.encode()) for group in batched),
+            *(write for group in groups for write in self._groups.journal_deletions(group)),
+        )
+        self.records[step] = record
+        self._groups.forget(record.groups)
+        await asyncio.to_thread(self._rename, record)
+        logger.bind(step=step).info(
+            "batch {}: {} groups, {} tokens, mean reward {:.3f}", step, len(groups), tokens, record.reward
+        )
+        return record
+
+    def _build(
+        self, step: int, groups: list[GroupRecord], episodes: dict[int, list[EpisodeRecord]]
+    ) -> tuple[bytes, int]:
+        """The bytes of a batch and its number of sampled tokens."""
+        temperatures = {source.name: source.sampling.temperature for source in self._settings.train}
+        samples: list[Sample] = []
+        for group in groups:
+            done = [episode for episode in episodes[group.id] if episode.state == "done"]
+            advantages = mean_centred([episode.reward for episode in done])
+            for episode, advantage in zip(done, advantages, strict=True):
+                trace = decode_episode(self._groups.trace(episode.trace))
+                samples += episode_samples(trace, episode, group, advantage, temperatures[group.source])
+        batch = Batch(run=self._settings.run, step=step, samples=samples)
+        return batch.encode(), sum(sample.sampled_count() for sample in samples)
+
+    def _temporary(self, step: int) -> Path:
+        path = batch_path(self._settings.run_root, step)
+        return path.with_name(f"{TEMPORARY}{path.name}")
+
+    def _write_temporary(self, step: int, data: bytes) -> None:
+        path = self._temporary(step)
+        try:
+            with path.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            fsync_directory(path.parent)
+        except OSError as error:
+            raise disk_error(error, path) from error
+
+    def _rename(self, record: BatchRecord) -> None:
+        path, temporary = batch_path(self._settings.run_root, record.step), self._temporary(record.step)
+        if not temporary.is_file() or sha256_file(temporary) != record.digest:
+            raise RunDirectoryError(
+                f"the committed batch of step {record.step} is missing: neither {path} nor {temporary} holds it"
+            )
+        temporary.rename(path)
+        fsync_directory(path.parent)

@@ -1,0 +1,246 @@
+"""The gateway: the loopback endpoint that verifiers' train client takes for a vLLM server.
+
+Token ids in, token ids and logprobs out, in the shape that `renderers` accepts. Which episode,
+attempt and role a call belongs to travels in the `model` name. A call that infrastructure failed is
+answered 503, one that the policy or the task caused 400; never with an empty completion.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aether_chat.harness import CONTEXT_EXHAUSTED
+from aether_common.arrays import pack_tokens, unpack_floats, unpack_tokens
+from aether_common.errors import AetherError
+from aether_common.wire import Sampling
+from aiohttp import web
+from loguru import logger
+from pydantic import ValidationError
+
+from aether_coordinator.dispatch import Dispatcher, PromptTooLong, Turn, TurnFailed
+from aether_coordinator.journal import Claims, request_digest
+from aether_coordinator.ledger import Ledger
+from aether_coordinator.records import EpisodeRecord, GroupRecord, TurnRecord
+from aether_coordinator.settings import SourceSettings
+from aether_coordinator.status import Counters
+
+SECRET_VARIABLE = "AETHER_GATEWAY_SECRET"
+MAX_BODY = 64 << 20
+IGNORED = {"logprobs", "skip_special_tokens", "spaces_between_special_tokens", "n", "routed_experts_prompt_start"}
+"""Sampling parameters that the train client always sends and that change nothing here."""
+
+
+class RequestRefused(AetherError):
+    """The caller asked for something that the gateway does not do: HTTP 400."""
+
+
+@dataclass(slots=True)
+class OpenEpisode:
+    """What the gateway knows of a running attempt of an episode."""
+
+    record: EpisodeRecord
+    group: GroupRecord
+    adapter: str
+    source: SourceSettings
+    claims: Claims
+    waited_s: float = 0.0
+    """Time that its finished turns waited for their answers."""
+    waiting_since: dict[int, float] = field(default_factory=dict)
+    failure: str = ""
+    """Why infrastructure could not answer a turn."""
+
+    @property
+    def model(self) -> str:
+        """The model name of its calls: episode, attempt, policy version."""
+        return f"{self.record.id}.a{self.record.attempt}.v{self.group.version}"
+
+    def waited(self) -> float:
+        """Time spent waiting for answers so far, in seconds; parallel calls count once each."""
+        now = time.monotonic()
+        return self.waited_s + sum(now - since for since in self.waiting_since.values())
+
+
+class Gateway:
+    """Turns HTTP calls into turns. `open` and `close` bracket an attempt of an episode."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        dispatcher: Dispatcher,
+        counters: Counters,
+        *,
+        run: str,
+        seed: int,
+        max_model_len: int,
+        turn_deadline_s: float,
+        stop_token_ids: frozenset[int],
+        vocab_size: int,
+        status: Callable[[], str],
+    ) -> None:
+        self._ledger = ledger
+        self._dispatcher = dispatcher
+        self._counters = counters
+        self._run = run
+        self._seed = seed
+        self._max_model_len = max_model_len
+        self._turn_deadline_s = turn_deadline_s
+        self._stop_token_ids = stop_token_ids
+        self._vocab_size = vocab_size
+        self._status = status
+        self._episodes: dict[str, OpenEpisode] = {}
+        self._calls = 0
+        self.secret = secrets.token_urlsafe(32)
+        self.port = 0
+
+    async def serve(self, port: int, ready: Callable[[], None]) -> None:
+        """Listen on loopback until cancelled."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/status", self._serve_status)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
+            try:
+                await site.start()
+            except OSError as error:
+                raise AetherError(
+                    f"gateway.port = {port}: the port is in use ({error.strerror}): set another, or 0 for a free one"
+                ) from error
+            self.port = runner.addresses[0][1]
+            ready()
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Only loopback names as host (no DNS rebinding), and the secret for everything but the status."""
+        if request.host.rsplit(":", 1)[0] not in ("127.0.0.1", "localhost") or "Origin" in request.headers:
+            return _refuse(403, "forbidden", "only local programs may use this endpoint")
+        if request.path != "/status":
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.secret.encode()):
+                return _refuse(401, "unauthorized", "the gateway's secret is missing or wrong")
+        return await handler(request)
+
+    def open(self, episode: OpenEpisode) -> None:
+        self._episodes[episode.model] = episode
+
+    def close(self, episode: OpenEpisode) -> None:
+        self._episodes.pop(episode.model, None)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        # The client asks once per model name and caches the answer for ever; an empty list switches its
+        # own length check off, and the gateway checks instead.
+        return web.json_response({"object": "list", "data": []})
+
+    async def _serve_status(self, _: web.Request) -> web.Response:
+        return web.Response(text=self._status(), content_type="application/json")
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        try:
+            body = json.loads(await request.read())
+            episode = self._episodes.get(body["model"])
+            if episode is None:
+                return _refuse(404, "unknown_model", f"model {body['model']!r}: its episode is over or unknown here")
+            answer = await self._turn(episode, body, request.headers.get("X-Session-ID", episode.record.id))
+        except (RequestRefused, PromptTooLong) as error:
+            kind = CONTEXT_EXHAUSTED if isinstance(error, PromptTooLong) else "invalid_request"
+            return _refuse(400, kind, str(error))
+        except TurnFailed as error:
+            episode.failure = str(error)
+            return _refuse(503, "aether_infrastructure", str(error))
+        except (ValueError, KeyError, TypeError) as error:
+            return _refuse(400, "invalid_request", f"not a generate request: {error!r}")
+        return web.Response(body=_completion(answer), content_type="application/json")
+
+    async def _turn(self, episode: OpenEpisode, body: dict[str, Any], session: str) -> TurnRecord:
+        tokens = body["token_ids"]
+        sampling = self._sampling(body.get("sampling_params") or {}, episode.source, len(tokens))
+        if not tokens or not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
+            raise RequestRefused("token_ids: give at least one id, all within the vocabulary")
+        prompt = pack_tokens(tokens)
+        key = episode.claims.claim(request_digest(prompt, sampling, "policy"))
+        if (recorded := self._ledger.get("journal", key.journal)) is not None:
+            self._counters.turns_replayed += 1
+            return TurnRecord.decode(recorded)
+        turn = Turn(
+            key=key,
+            job=key.job(self._run, self._seed),
+            seed=key.job_seed(self._run, self._seed),
+            kind=episode.group.kind,
+            version=episode.group.version,
+            adapter=episode.adapter,
+            group=episode.group.id,
+            prompt=prompt,
+            sampling=sampling,
+            session=session,
+            deadline=time.monotonic() + self._turn_deadline_s,
+        )
+        self._calls += 1
+        call = self._calls
+        episode.waiting_since[call] = time.monotonic()
+        try:
+            return await self._dispatcher.generate(turn)
+        except asyncio.CancelledError:
+            # The client went away. A repeated request takes the same k; an answer still to come is journaled.
+            episode.claims.release(key)
+            self._dispatcher.abort(turn.job)
+            raise
+        except AetherError:
+            episode.claims.release(key)
+            raise
+        finally:
+            episode.waited_s += time.monotonic() - episode.waiting_since.pop(call)
+
+    def _sampling(self, given: dict[str, Any], source: SourceSettings, prompt_length: int) -> Sampling:
+        """Normalise a request's parameters. Raises `RequestRefused` or `PromptTooLong`."""
+        room = self._max_model_len - prompt_length
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {prompt_length} tokens, max_model_len is {self._max_model_len}: no room to answer"
+            )
+        values = {key: value for key, value in given.items() if key not in IGNORED and value is not None}
+        stop = self._stop_token_ids.union(values.pop("stop_token_ids", ()))
+        limit = min(values.pop("max_tokens", source.sampling.max_tokens), room)
+        if values.get("top_k") == -1:
+            values.pop("top_k")
+        try:
+            sampling = Sampling(max_tokens=limit, stop_token_ids=tuple(sorted(stop)), **values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RequestRefused(f"sampling_params.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        if sampling.shaped() or sampling.temperature != source.sampling.temperature:
+            expected = Sampling(**{**source.sampling.model_dump(), "max_tokens": limit}).model_dump()
+            actual = sampling.model_dump()
+            for name in ("temperature", *Sampling.NEUTRAL):
+                if actual[name] != expected[name]:
+                    raise RequestRefused(
+                        f"sampling_params.{name} = {actual[name]}: source {source.name!r} is configured with "
+                        f"{expected[name]}"
+                    )
+        return sampling
+
+
+def _completion(answer: TurnRecord) -> bytes:
+    """The smallest answer that `renderers` accepts."""
+    tokens = unpack_tokens(answer.tokens)
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(tokens, unpack_floats(answer.logprobs), strict=True)
+    ]
+    choice = {"token_ids": tokens, "finish_reason": answer.finish_reason, "logprobs": {"content": content}}
+    return json.dumps({"request_id": answer.job, "choices": [choice]}).encode()
+
+
+def _refuse(status: int, kind: str, message: str) -> web.Response:
+    if status >= 500:
+        logger.debug("gateway answers {}: {}", status, message)
+    return web.json_response({"error": {"message": f"{kind}: {message}", "type": kind, "code": kind}}, status=status)

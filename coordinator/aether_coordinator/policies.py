@@ -1,0 +1,141 @@
+"""Publication: a verified adapter goes into the object store by digest, then its policy is activated.
+
+A published policy never changes. Activation is one LMDB transaction; the key-value bucket shows it
+to people and tools, workers learn it from the answers to their polls.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+from aether_common.checkpoint import checkpoint_path, read_manifest, verify_adapter
+from aether_common.digests import FileEntry, file_list_bytes
+from aether_common.identity import ModelIdentity
+from aether_common.wire import PolicyManifest, PolicyRef
+from loguru import logger
+from nats.js.errors import NotFoundError
+
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.records import PolicyRecord, number_key
+from aether_coordinator.streams import Streams
+
+GRACE_S = 120.0
+"""How long an artefact stays after the last use of its policy, for late readers."""
+
+
+class Policies:
+    """The activated policies of the run, and their artefacts on the bus."""
+
+    def __init__(self, ledger: Ledger, streams: Streams, run_root: Path, *, run: str, run_uuid: str) -> None:
+        self._ledger = ledger
+        self._streams = streams
+        self._run_root = run_root
+        self._run = run
+        self._run_uuid = run_uuid
+        self._unused_since: dict[int, float] = {}
+        self.identity: ModelIdentity
+        self.records: dict[int, PolicyRecord] = {}
+        """By version; only those whose artefacts are on the bus."""
+        self.newest = -1
+
+    def load(self) -> None:
+        """Read what was activated before a restart."""
+        for _, value in self._ledger.scan("policies"):
+            record = PolicyRecord.decode(value)
+            self.newest = max(self.newest, record.version)
+            self.records[record.version] = record
+
+    async def publish(self, version: int) -> PolicyRecord:
+        """Verify checkpoint `version`, put its adapter on the bus, activate the policy. Idempotent."""
+        manifest = verify_adapter(self._run_root, version)
+        await self._put_adapter(version, manifest.files)
+        known = self.records.get(version)
+        if known is not None:
+            return known
+        record = PolicyRecord(
+            version=version,
+            adapter=manifest.adapter,
+            files=[tuple(entry) for entry in manifest.files],
+            rank=manifest.rank,
+            alpha=manifest.alpha,
+            target_modules=manifest.target_modules,
+            dtype=manifest.dtype,
+            activated_s=time.time(),
+        )
+        await self._ledger.commit(Write("policies", number_key(version), record.encode()))
+        self.records[version] = record
+        self.newest = max(self.newest, version)
+        await self._show(record)
+        logger.bind(policy=version).info("policy {} is active ({})", version, record.adapter[:12])
+        return record
+
+    async def _put_adapter(self, version: int, files: list[FileEntry]) -> None:
+        directory = checkpoint_path(self._run_root, version) / "adapter"
+        manifest, _ = read_manifest(self._run_root, version)
+        for entry in files:
+            await self._put(entry.sha256, directory / entry.name, f"{entry.name} of policy {version}")
+        await self._put(manifest.adapter, file_list_bytes(files), f"file list of policy {version}")
+
+    async def _put(self, digest: str, content: Path | bytes, description: str) -> None:
+        """Put an object unless it is there: putting it again would delete the chunks under a late reader."""
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        try:
+            info = await self._streams.artifacts.get_info(digest)
+            if info.size == size and not info.deleted:
+                return
+        except NotFoundError:
+            pass
+        meta: Any = _object_meta(digest, description)
+        if isinstance(content, bytes):
+            await self._streams.artifacts.put(digest, content, meta=meta)
+        else:
+            with content.open("rb") as file:
+                await self._streams.artifacts.put(digest, file, meta=meta)  # type: ignore[arg-type]
+
+    async def _show(self, record: PolicyRecord) -> None:
+        manifest = PolicyManifest(
+            run=self._run,
+            run_uuid=self._run_uuid,
+            base_model=self.identity,
+            **record.model_dump(exclude={"activated_s"}),
+        )
+        await self._streams.policies.put(str(record.version), manifest.model_dump_json().encode())
+
+    async def restore(self, needed: set[int]) -> None:
+        """Put the artefacts of the needed policies on the bus again where they are missing."""
+        for version in sorted(needed & set(self.records)):
+            await self._put_adapter(version, [FileEntry(*entry) for entry in self.records[version].files])
+            await self._show(self.records[version])
+
+    async def prune(self, needed: set[int]) -> None:
+        """Delete artefacts that no needed policy uses, a grace period after their last use."""
+        now = time.monotonic()
+        for version in sorted(set(self.records) - needed):
+            since = self._unused_since.setdefault(version, now)
+            if now - since < GRACE_S:
+                continue
+            record = self.records.pop(version)
+            used = {digest for other in self.records.values() for digest in _digests(other)}
+            for digest in _digests(record) - used:
+                try:
+                    await self._streams.artifacts.delete(digest)
+                except (NotFoundError, nats.errors.Error) as error:
+                    logger.debug("artefact {} not deleted: {!r}", digest[:12], error)
+        for version in needed:
+            self._unused_since.pop(version, None)
+
+    def refs(self, needed: set[int]) -> list[PolicyRef]:
+        """The needed policies, newest first, for the workers."""
+        versions = sorted(needed & set(self.records), reverse=True)
+        return [PolicyRef(version=version, adapter=self.records[version].adapter) for version in versions]
+
+
+def _digests(record: PolicyRecord) -> set[str]:
+    return {record.adapter, *(digest for _, _, digest in record.files)}
+
+
+def _object_meta(name: str, description: str) -> Any:
+    from nats.js.api import ObjectMeta, ObjectMetaOptions
+
+    return ObjectMeta(name=name, description=description, options=ObjectMetaOptions(max_chunk_size=512 << 10))
