@@ -267,7 +267,7 @@ class Dispatcher:
         if counted:
             turn.failures.append(worker)
             usable = {name for name, known in self.fleet.workers.items() if known.usable}
-            if len(turn.failures) >= MAX_FAILURES and usable <= set(turn.failures[-MAX_FAILURES:]) or (
+            if (len(turn.failures) >= MAX_FAILURES and usable <= set(turn.failures[-MAX_FAILURES:])) or (
                 len(set(turn.failures)) >= MAX_FAILURES
             ):
                 self._fail(turn, TurnFailed(f"{len(turn.failures)} attempts failed, the last: {reason}"))

@@ -34,7 +34,7 @@ from aether_coordinator.records import DispatchRecord, EpisodeRecord, GroupRecor
 from aether_coordinator.replies import ReplyIntake
 from aether_coordinator.rollout import Outcome, client_config, run_attempt
 from aether_coordinator.settings import ServerSettings, TrainSource
-from aether_coordinator.sources import Source, next_source, task_at
+from aether_coordinator.sources import next_source, task_at
 from aether_coordinator.status import Counters, RunState, RunStatus, StepStatus
 from aether_coordinator.streams import Streams
 from aether_coordinator.tokenizer import stop_token_ids

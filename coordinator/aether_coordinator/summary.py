@@ -13,8 +13,7 @@ from typing import Any
 
 from aether_common.errors import RunDirectoryError
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.console import Group, RenderableType
-from rich.panel import Panel
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -193,6 +192,8 @@ class Summary(BaseModel):
     """Everything that the end of a demo shows."""
 
     model: str
+    revision: str | None = None
+    """Commit of a hub repository."""
     seed: int
     status: RunStatus
     steps: list[StepStatus]
@@ -248,24 +249,37 @@ class Summary(BaseModel):
 
 def peft_snippet(summary: Summary) -> str:
     """How to load the trained adapter, ready to paste."""
+    pinned = f", revision={summary.revision!r}" if summary.revision else ""
     return f"""\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained({summary.model!r})
-base = AutoModelForCausalLM.from_pretrained({summary.model!r}, dtype="auto")
-model = PeftModel.from_pretrained(base, {str(summary.adapter)!r})"""
+base = {summary.model!r}
+tokenizer = AutoTokenizer.from_pretrained(base{pinned})
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base{pinned}, dtype="auto"),
+    {str(summary.adapter)!r})
+"""
 
 
-def render(summary: Summary) -> RenderableType:
-    """The summary for a terminal."""
-    parts: list[RenderableType] = [_figures(summary)]
+def print_summary(console: Console, summary: Summary) -> None:
+    """The summary for a terminal. Paths and code are never wrapped, so that they can be copied."""
+    console.print()
+    console.rule(f"{summary.status.run}: {len(summary.steps)} steps", align="left")
+    console.print(_figures(summary))
+    counters = summary.status.counters
+    console.print(
+        f"First group to last step {summary.seconds:.0f} s, {summary.seconds_total:.0f} s in all. "
+        f"Tokens: {counters.tokens_generated:,} generated, {counters.tokens_trained:,} trained.",
+        highlight=False,
+    )
     if summary.completions:
-        parts.append(_completions(summary.completions))
-    places = Text()
+        console.print()
+        console.print(_completions(summary.completions))
+    console.print()
     for label, path in (("adapter", summary.adapter), ("curve", summary.chart), ("run", summary.run_root)):
-        places.append(f"{label:<8} ", style="bold").append(f"{path}\n")
-    parts += [places, Text("Load the adapter:", style="bold"), Text(peft_snippet(summary), no_wrap=True)]
-    return Panel(Group(*parts), title=f"{summary.status.run}: {len(summary.steps)} steps", padding=(1, 2))
+        console.print(Text.assemble((f"{label:<9}", "bold"), str(path)), soft_wrap=True)
+    console.print()
+    console.print(Text("Load the adapter:", style="bold"))
+    console.print(Text(peft_snippet(summary)), soft_wrap=True)
 
 
 def _figures(summary: Summary) -> Table:
@@ -286,10 +300,6 @@ def _figures(summary: Summary) -> Table:
                 f"{difference.mean:+.3f}",
                 f"{difference.low:+.3f} to {difference.high:+.3f}",
             )
-    counters = summary.status.counters
-    table.add_row("")
-    table.add_row("first group to last step", "", f"{summary.seconds:.0f} s")
-    table.add_row("tokens generated, trained", f"{counters.tokens_generated:,}", f"{counters.tokens_trained:,}")
     return table
 
 

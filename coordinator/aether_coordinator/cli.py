@@ -1,0 +1,161 @@
+"""The command line `aether-coordinator`."""
+
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from aether_common.errors import AetherError, ConfigError
+from aether_common.logs import configure
+
+from aether_coordinator.settings import ServerSettings
+from aether_coordinator.status import RunStatus
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+worker_app = typer.Typer(no_args_is_help=True, help="Credentials of workers.")
+app.add_typer(worker_app, name="worker")
+
+Config = Annotated[Path, typer.Argument(help="The run's server.toml.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: key.path=value.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")]
+
+
+@app.command()
+def init(directory: Annotated[Path, typer.Argument(help="Where to write the files.")]) -> None:
+    """Write commented server.toml, trainer.toml and worker.toml."""
+    from aether_coordinator.init import write_templates
+
+    for path in write_templates(directory):
+        typer.echo(path)
+
+
+@app.command()
+def identity(
+    model: Annotated[str, typer.Argument(help="Hub repository or local model directory.")],
+    revision: Annotated[str | None, typer.Option(help="Full commit of a hub repository.")] = None,
+    dtype: Annotated[str, typer.Option(help="Serving dtype: bfloat16 or float32.")] = "bfloat16",
+    renderer: Annotated[str, typer.Option(help="Renderer of the package renderers, e.g. qwen3 or default.")] = "",
+) -> None:
+    """Print the [base_model] table of a model for server.toml."""
+    from aether_common.identity import compute_identity
+
+    if not renderer:
+        raise ConfigError("--renderer is missing: name the model's renderer (it is never selected automatically)")
+    found = compute_identity(model, revision, dtype, renderer)
+    typer.echo("[base_model]")
+    for key, value in found.model_dump().items():
+        typer.echo(f"{key} = {json.dumps(value)}")
+
+
+@app.command()
+def check(config: Config, overrides: Overrides = None) -> None:
+    """Say what would keep the run from starting."""
+    from aether_coordinator.check import checks
+
+    failed = False
+    for subject, problem in checks(ServerSettings.load(config, overrides)):
+        typer.echo(f"{subject}: {problem or 'ok'}")
+        failed |= bool(problem)
+    raise typer.Exit(2 if failed else 0)
+
+
+@app.command()
+def run(config: Config, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Run the coordinator: schedule, score, train, publish, until all steps are done."""
+    settings = ServerSettings.load(config, overrides)
+    configure(
+        settings.run,
+        "coordinator",
+        settings.run_root / "logs" / "coordinator.jsonl",
+        "DEBUG" if debug else settings.log_level,
+    )
+    from aether_coordinator.run import Coordinator
+
+    asyncio.run(Coordinator(settings).run())
+
+
+@app.command()
+def status(
+    config: Annotated[Path, typer.Argument(help="server.toml, or the run directory.")] = Path("server.toml"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of the endpoint.")] = False,
+) -> None:
+    """Show a running run."""
+    from aether_coordinator.progress import render_status
+
+    root = config if config.is_dir() else ServerSettings.load(config).run_root
+    found = fetch_status(root)
+    typer.echo(found.model_dump_json(indent=2) if as_json else render_status(found))
+
+
+def fetch_status(run_root: Path) -> RunStatus:
+    """The status of the coordinator that runs on `run_root`. Raises `AetherError` when none answers."""
+    try:
+        endpoint = json.loads((run_root / "endpoint.json").read_text())
+        with urllib.request.urlopen(endpoint["status_url"], timeout=10) as response:
+            return RunStatus.model_validate_json(response.read())
+    except (FileNotFoundError, urllib.error.URLError, ConnectionError):
+        raise AetherError(
+            f"no coordinator runs on {run_root}: start it with `aether-coordinator run server.toml`"
+        ) from None
+
+
+@worker_app.command("add")
+def worker_add(
+    name: Annotated[str, typer.Argument(help="Name of the worker.")],
+    config: Annotated[Path, typer.Option(help="The run's server.toml.")] = Path("server.toml"),
+) -> None:
+    """Make a worker's key and print the lines for its worker.toml."""
+    from aether_coordinator.keys import add_worker_key
+
+    settings = ServerSettings.load(config)
+    seed_file, url, told = add_worker_key(settings, name)
+    typer.echo(f'name = "{name}"\nrun = "{settings.run}"\nurl = "{url}"\nkey_file = "{seed_file}"')
+    if not told:
+        typer.echo("# no nats-server of this run is running; the key is good from its next start", err=True)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 14,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    run_root: Annotated[Path | None, typer.Option(help="Run directory; default runs/demo-<time>.")] = None,
+    seed: Annotated[int, typer.Option(help="Fixes tasks and initialisation.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    model: Annotated[str | None, typer.Option(help="Another model: hub repository or directory.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Full commit of a hub repository.")] = None,
+    engine: Annotated[str, typer.Option(help="transformers (CPU) or vllm.")] = "transformers",
+) -> None:
+    """Watch a small language model learn: the whole system on this machine, in minutes."""
+    from aether_coordinator.demo import run_demo
+
+    raise typer.Exit(
+        run_demo(
+            steps=steps,
+            workers=workers,
+            run_root=run_root,
+            seed=seed,
+            json_output=json_output,
+            model=model,
+            revision=revision,
+            engine=engine,
+        )
+    )
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on are one message and an exit code."""
+    try:
+        app()
+    except AetherError as error:
+        if "--debug" in sys.argv:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
