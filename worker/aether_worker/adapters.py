@@ -1,0 +1,155 @@
+"""The adapter cache: directories of verified files, addressed by digest, under a byte budget.
+
+Every file is verified (size and SHA-256) before its directory appears, and again at its first use
+after a start. A directory's name contains version and digest and is never reused for other bytes.
+The least recently used directory goes first, and never a pinned one.
+"""
+
+import asyncio
+import hashlib
+import os
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from aether_common.checkpoint import ADAPTER_FILES
+from aether_common.digests import FileEntry, file_list_digest, list_files, parse_file_list, sha256_bytes
+from aether_common.errors import AetherError
+from aether_common.files import TEMPORARY, fsync_directory, fsync_tree, remove_temporaries
+from loguru import logger
+
+from aether_worker.artifacts import ArtifactError, Artifacts, backoff
+
+ATTEMPTS = 3
+"""Downloads of one adapter before it is given up; lost connections do not count."""
+MAX_LIST_BYTES = 64 << 10
+_NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
+
+
+class AdapterError(AetherError):
+    """An adapter cannot be had: not there, corrupt, or not what an adapter may contain."""
+
+
+class AdapterCache:
+    """Adapters on disk. One fetch at a time per digest."""
+
+    def __init__(self, directory: Path, budget_bytes: int, artifacts: Artifacts) -> None:
+        self._directory = directory
+        self._budget = budget_bytes
+        self._artifacts = artifacts
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._verified: set[str] = set()
+        self._pins: Counter[str] = Counter()
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_temporaries(directory)
+
+    def pin(self, digest: str) -> None:
+        """Keep the adapter until `unpin`, whatever the budget says."""
+        self._pins[digest] += 1
+
+    def unpin(self, digest: str) -> None:
+        self._pins[digest] -= 1
+
+    async def get(self, version: int, digest: str) -> Path:
+        """The directory of a verified adapter, fetched if need be. Raises `AdapterError`."""
+        async with self._locks.setdefault(digest, asyncio.Lock()):
+            path = self._path(digest)
+            if path is not None and digest not in self._verified:
+                path = await self._verify(path, digest)
+            if path is None:
+                path = await self._fetch(version, digest)
+            self._verified.add(digest)
+            os.utime(path)
+        self._evict(keep=digest)
+        return path
+
+    def _path(self, digest: str) -> Path | None:
+        """The directory with that digest, under whichever version it was fetched first."""
+        return next(self._directory.glob(f"v*-{digest}"), None)
+
+    async def _verify(self, path: Path, digest: str) -> Path | None:
+        actual = await asyncio.to_thread(lambda: file_list_digest(list_files(path)))
+        if actual == digest:
+            return path
+        logger.warning("adapter {} was damaged on disk, fetching it again", path.name)
+        await asyncio.to_thread(shutil.rmtree, path)
+        return None
+
+    async def _fetch(self, version: int, digest: str) -> Path:
+        target = self._directory / f"v{version}-{digest}"
+        temporary = self._directory / f"{TEMPORARY}{target.name}"
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await backoff(attempt)
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                temporary.mkdir()
+                await self._download(digest, temporary)
+                await asyncio.to_thread(fsync_tree, temporary)
+                temporary.rename(target)
+                fsync_directory(self._directory)
+                return target
+            except ArtifactError as error:
+                problem = str(error)
+                logger.warning("adapter v{}: {}", version, problem)
+            except OSError as error:
+                raise AdapterError(f"adapter v{version} cannot be written below {self._directory}: {error}") from error
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        raise AdapterError(f"adapter v{version} ({digest}) cannot be had: {problem}")
+
+    async def _download(self, digest: str, directory: Path) -> None:
+        listing = bytearray()
+
+        def collect(data: bytes) -> None:
+            listing.extend(data)
+            if len(listing) > MAX_LIST_BYTES:
+                raise ArtifactError(f"object {digest} is no file list of an adapter: too large")
+
+        await self._artifacts.read(digest, collect)
+        if (actual := sha256_bytes(listing)) != digest:
+            raise ArtifactError(f"object {digest} is corrupt: its SHA-256 is {actual}")
+        try:
+            files = parse_file_list(bytes(listing))
+        except ValueError as error:
+            raise ArtifactError(f"object {digest} is no file list of an adapter: {error}") from error
+        if sorted(file.name for file in files) != sorted(ADAPTER_FILES):
+            raise ArtifactError(f"adapter {digest} must contain exactly {', '.join(ADAPTER_FILES)}")
+        for file in files:
+            await self._download_file(file, directory / file.name)
+
+    async def _download_file(self, file: FileEntry, path: Path) -> None:
+        hasher = hashlib.sha256()
+        with path.open("wb") as output:
+
+            def write(data: bytes) -> None:
+                hasher.update(data)
+                output.write(data)
+
+            size = await self._artifacts.read(file.sha256, write)
+        if size != file.size or hasher.hexdigest() != file.sha256:
+            raise ArtifactError(
+                f"{file.name} is corrupt: {size} bytes with SHA-256 {hasher.hexdigest()} "
+                f"instead of {file.size} with {file.sha256}"
+            )
+
+    def _evict(self, keep: str) -> None:
+        entries: list[tuple[float, int, str, Path]] = []
+        for path in self._directory.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                size = sum(file.stat().st_size for file in path.iterdir())
+                entries.append((path.stat().st_mtime, size, match.group(2), path))
+        total = sum(size for _, size, _, _ in entries)
+        for _, size, digest, path in sorted(entries):
+            if total <= self._budget:
+                return
+            busy = digest in self._locks and self._locks[digest].locked()
+            if digest == keep or self._pins[digest] > 0 or busy:
+                continue
+            shutil.rmtree(path)
+            self._verified.discard(digest)
+            total -= size
+        if total > self._budget:
+            logger.warning("the adapters in use take {} MiB, more than adapter_cache_mib", total >> 20)

@@ -1,0 +1,168 @@
+"""Settings of a worker (`worker.toml`)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from aether_common.bus import WORKER_SCHEMES, check_url
+from aether_common.errors import ConfigError
+from aether_common.identity import check_revision, is_local
+from aether_common.names import Names, check_token
+from aether_common.settings import Section, Settings
+from pydantic import Field, field_validator, model_validator
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM accepts as `--max-lora-rank`."""
+
+REFUSED_VLLM_FLAGS = (
+    "--dtype",
+    "--hf-overrides",
+    "--host",
+    "--kv-cache-dtype",
+    "--logprobs-mode",
+    "--max-cpu-loras",
+    "--max-lora-rank",
+    "--max-loras",
+    "--max-model-len",
+    "--model",
+    "--override-generation-config",
+    "--port",
+    "--quantization",
+    "--revision",
+    "--served-model-name",
+    "--speculative-config",
+)
+
+
+def _plain(check: Callable[[], str]) -> str:
+    # pydantic adds file and key to a ValueError only.
+    try:
+        return check()
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+class TransformersSettings(Section):
+    """The CPU engine."""
+
+    threads: int = Field(default=1, ge=1)
+    """Threads of one forward pass; processes that share cores crawl with more than their share."""
+    batch_invariant: bool = False
+    """One row at a time: the tokens of a job do not depend on what else is in the queue. Slow."""
+    device: str = "cpu"
+    """torch device of the model."""
+
+
+class VllmSettings(Section):
+    """The supervised vLLM server."""
+
+    python: Path | None = None
+    """Interpreter of the environment that has vLLM; unset: this one."""
+    extra_args: list[str] = Field(default=[])
+    """Further flags of the server, for example ["--enforce-eager"]."""
+    max_loras: int = Field(default=3, ge=1)
+    """Adapters in one batch: max_policy_lag + 2, and one for each version under evaluation."""
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
+    """Largest adapter rank; rounded up to what vLLM accepts."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory for weights and KV cache."""
+    startup_s: float = Field(default=900.0, gt=0)
+    """How long vLLM may take until it is ready."""
+
+    @field_validator("max_lora_rank")
+    @classmethod
+    def _rank(cls, value: int) -> int:
+        return next(rank for rank in LORA_RANKS if rank >= value)
+
+    @field_validator("extra_args")
+    @classmethod
+    def _flags(cls, value: list[str]) -> list[str]:
+        for argument in value:
+            flag = argument.partition("=")[0].replace("_", "-")
+            if flag in REFUSED_VLLM_FLAGS:
+                raise ValueError(f"{argument!r} is set by the worker or would change what is sampled: remove it")
+        return value
+
+
+class NullSettings(Section):
+    """The engine without a model, for benchmarks of everything around it."""
+
+    tokens: list[int] = Field(default=[1, 2, 3, 4], min_length=1)
+    """The completion of every job."""
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    """Rate of one job; None answers at once."""
+
+
+class WorkerSettings(Settings):
+    """`worker.toml`: one node."""
+
+    PREFIX: ClassVar[str] = "AETHER_WORKER_"
+
+    name: str
+    """Name of this worker: lower-case letters, digits, hyphens; its key belongs to this name."""
+    run: str
+    """Name of the run to work for."""
+    url: str
+    """`wss://` URL of the run's nats-server (`ws://` to loopback only)."""
+    key_file: Path
+    """nkey seed that `aether-coordinator worker add` wrote."""
+    ca_file: Path | None = None
+    """Certificate authority for `wss://`; unset: the system's."""
+    model: str
+    """Base model: hub repository or local directory."""
+    revision: str | None = None
+    """Full commit of a hub repository; of a local directory optional (`sha256:…`)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Serving dtype, the same on every machine of the run."""
+    quantization: Literal["none"] = "none"
+    engine: Literal["vllm", "transformers", "null"] = "vllm"
+    slots: int = Field(default=32, ge=1)
+    """Jobs that generate at the same time."""
+    prefetch: int = Field(default=8, ge=0)
+    """Jobs that wait here beyond the slots, so that none idles for a round trip."""
+    max_model_len: int = Field(default=4096, ge=2)
+    """Longest prompt plus completion, in tokens."""
+    state_dir: Path
+    """Adapter cache and logs."""
+    adapter_cache_mib: int = Field(default=4096, ge=1)
+    """Bound of the adapter cache; adapters in use are kept beyond it."""
+    drain_s: float = Field(default=60.0, ge=0)
+    """After SIGTERM: how long running jobs may take to finish."""
+    transformers: TransformersSettings = TransformersSettings()
+    vllm: VllmSettings = VllmSettings()
+    null: NullSettings = NullSettings()
+    log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @property
+    def window(self) -> int:
+        """Jobs that may be outstanding."""
+        return self.slots + self.prefetch
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return _plain(lambda: check_token(value, "worker name"))
+
+    @field_validator("run")
+    @classmethod
+    def _run(cls, value: str) -> str:
+        return _plain(lambda: Names(value).run)
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        return check_url(value, WORKER_SCHEMES)
+
+    @field_validator("revision")
+    @classmethod
+    def _revision(cls, value: str | None) -> str | None:
+        return value if value is None else check_revision(value)
+
+    @model_validator(mode="after")
+    def _pinned(self) -> Self:
+        if self.revision is None and not is_local(self.model):
+            raise ValueError(
+                f"model = {self.model!r} is no local directory, so it is taken from the hub: set revision to its full "
+                "40-hex commit, or give an existing directory"
+            )
+        return self
