@@ -134,6 +134,7 @@ class Bus:
 
     async def close(self) -> None:
         """Close within 2 s; what is not flushed by then is dropped."""
+        self.connected.clear()
         # `asyncio.wait_for` surfaced CancelledError here after a server kill.
         task = asyncio.ensure_future(self.client.close())
         await asyncio.wait([task], timeout=2)

@@ -252,7 +252,7 @@ class Fleet:
         limit = time.monotonic() - DEAD_S
         for worker in self.workers.values():
             if not worker.lost and worker.seen < limit:
-                logger.bind(worker=worker.name).warning("worker {} lost: no heartbeat for {:.0f} s", worker.name, DEAD_S)
+                logger.bind(worker=worker.name).warning("no heartbeat for {:.0f} s: worker lost", DEAD_S)
                 worker.lost = True
                 self._give_up(worker)
 

@@ -139,7 +139,7 @@ class Streams:
                 storage=StorageType.FILE,
                 max_bytes=self._storage // 2,
             )
-            store = await self.js.create_object_store(config=config)
+            store = await self.js.create_object_store(name, config=config)
             await self._mark(f"OBJ_{name}")
             return store
 
