@@ -7,28 +7,27 @@ demo ends its children; the run directory stays, and can be resumed.
 
 import asyncio
 import json
-import os
-import shutil
 import signal
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from aether_common.checkpoint import checkpoint_path
-from aether_common.child import spawn, stop, tail
-from aether_common.errors import AetherError, ConfigError, RunDirectoryError
+from aether_common.child import tail
+from aether_common.errors import ConfigError, RunDirectoryError
 from aether_common.files import disk_error, write_durably
 from aether_common.identity import compute_identity, is_local, resolve_model
 from rich.console import Console
 
 from aether_coordinator import smollm
 from aether_coordinator.chart import draw_rewards
+from aether_coordinator.demo_children import Child, ChildError, Children, program
 from aether_coordinator.demo_recipe import (
     HELD_OUT,
     HELD_OUT_GREEDY,
@@ -57,56 +56,9 @@ CONVERSION_S = 900.0
 KEY_S = 60.0
 STALL_S = 900.0
 """Without any change in the run for this long the demo gives up."""
-GRACE_S = 20.0
-"""Between SIGTERM and SIGKILL."""
 INTERRUPTED = 130
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class ChildError(AetherError):
-    """A process of the demo ended when it should not have."""
-
-    def __init__(self, message: str, status: int | None) -> None:
-        super().__init__(message)
-        self.exit_code = status if status is not None and 0 < status < 126 else 1
-
-
-@dataclass(slots=True)
-class Child:
-    name: str
-    process: asyncio.subprocess.Process
-    log: Path
-
-    def ended(self) -> str:
-        """Why it is a problem that this child ended: log and last lines included."""
-        status = self.process.returncode
-        how = f"was killed by signal {-status}" if status is not None and status < 0 else f"ended with status {status}"
-        return f"{self.name} {how}; its log is {self.log}:\n{tail(self.log)}"
-
-
-@dataclass(slots=True)
-class Children:
-    """The processes of the demo. None outlives it."""
-
-    log_directory: Path
-    environment: dict[str, str]
-    running: list[Child] = field(default_factory=list)
-
-    async def start(self, name: str, command: list[str]) -> Child:
-        log = self.log_directory / f"{name}.log"
-        child = Child(name, await spawn(command, log=log, environment=self.environment), log)
-        self.running.append(child)
-        return child
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(stop(child.process, GRACE_S) for child in self.running))
-
-    def kill(self) -> None:
-        for child in self.running:
-            if child.process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, signal.SIGKILL)
 
 
 def run_demo(
@@ -138,7 +90,8 @@ def run_demo(
         summary = asyncio.run(_interruptible(lambda: _Demo(options, progress).run()))
     if summary is None:
         progress.say(
-            f"\nStopped; nothing that was finished is lost. Go on with the same command and --run-root {root}, or with\n"
+            "\nStopped; nothing that was finished is lost. "
+            f"Go on with the same command and --run-root {root}, or with\n"
             f"  aether-coordinator run {root / 'server.toml'}\n"
             + "".join(f"  aether-worker run {root / f'worker-{n}.toml'}\n" for n in range(1, workers + 1))
         )
@@ -212,8 +165,8 @@ class _Demo:
             self._progress.waiting("stopping the processes")
             await self._stop()
 
-    async def _start(self, name: str, program: str, configuration: str) -> Child:
-        return await self._children.start(name, [_program(program), "run", str(self._root / configuration)])
+    async def _start(self, name: str, command: str, configuration: str) -> Child:
+        return await self._children.start(name, [program(command), "run", str(self._root / configuration)])
 
     async def _stop(self) -> None:
         stopping = asyncio.ensure_future(self._children.stop())
@@ -275,7 +228,7 @@ class _Demo:
         began = time.monotonic()
         self._progress.waiting("converting SmolLM2-135M-Instruct (once, about a minute)")
         child = await self._children.start("model", [sys.executable, "-m", "aether_coordinator.smollm"])
-        await self._finish(child, CONVERSION_S)
+        await self._children.finish(child, CONVERSION_S)
         self._seconds_model = time.monotonic() - began
         self._progress.say(f"Model converted in {self._seconds_model:.0f} s: {path}")
         return path
@@ -284,19 +237,8 @@ class _Demo:
         if (self._root / "workers" / f"{worker}.nk").exists():
             return
         self._progress.waiting(f"making a key for {worker}")
-        command = [_program("aether-coordinator"), "worker", "add", worker, "--config", str(self._root / "server.toml")]
-        await self._finish(await self._children.start(f"add-{worker}", command), KEY_S)
-
-    async def _finish(self, child: Child, limit_s: float) -> None:
-        """Wait for a child that ends by itself. Raises `ChildError` when it fails or takes too long."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await child.process.wait()
-        except TimeoutError:
-            raise ChildError(f"{child.name} takes longer than {limit_s:.0f} s; its log is {child.log}", None) from None
-        self._children.running.remove(child)
-        if child.process.returncode != 0:
-            raise ChildError(child.ended(), child.process.returncode)
+        command = [program("aether-coordinator"), "worker", "add", worker, "--config", str(self._root / "server.toml")]
+        await self._children.finish(await self._children.start(f"add-{worker}", command), KEY_S)
 
     async def _follow(self, coordinator: Child, workers: list[Child]) -> None:
         """Show the run until the coordinator ends. Raises `ChildError` unless the run is finished then."""
@@ -320,7 +262,8 @@ class _Demo:
                 last, changed_at = mark, time.monotonic()
             elif time.monotonic() - changed_at > STALL_S:
                 raise ChildError(
-                    f"nothing has changed for {STALL_S:.0f} s: see the logs in {self._root / 'logs'}\n{tail(coordinator.log)}",
+                    f"nothing has changed for {STALL_S:.0f} s: see the logs in {self._root / 'logs'}\n"
+                    f"{tail(coordinator.log)}",
                     None,
                 )
             with suppress(TimeoutError):
@@ -351,7 +294,7 @@ class _Demo:
             steps=read_steps(root),
             sampled=held_out,
             greedy=compare(*greedy),
-            completions=first_completions(*greedy),
+            completions=first_completions(greedy[0], greedy[1]),
             seconds_setup=self._seconds_setup or 0.0,
             seconds_model=self._seconds_model,
             seconds_total=time.time() - self._started,
@@ -363,15 +306,6 @@ class _Demo:
         name = recipe.identity.repository.rsplit("/", 1)[-1]
         draw_rewards(summary.chart, summary.steps, accuracies, f"Copy the last word: {name}, seed {recipe.seed}")
         return summary
-
-
-def _program(name: str) -> str:
-    """A console script of this environment. Raises `ConfigError` when it is not installed."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.is_file() else shutil.which(name)
-    if found is None:
-        raise ConfigError(f"{name} is not installed in this environment: run `uv sync` at the repository root")
-    return found
 
 
 def _fingerprint(status: RunStatus | None) -> object:

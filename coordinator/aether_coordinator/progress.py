@@ -140,6 +140,14 @@ def view(status: RunStatus) -> RenderableType:
     return Group(*parts)
 
 
+def render_status(status: RunStatus) -> str:
+    """The live display once, as text for a terminal or a file."""
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        console.print(view(status))
+    return capture.get().rstrip()
+
+
 def _figure(label: str, value: str) -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, "bold"))
 
