@@ -14,6 +14,7 @@ import msgpack
 from aether_common.arrays import unpack_floats, unpack_tokens
 from aether_common.digests import sha256_bytes
 from aether_common.errors import MessageError
+from aether_common.wire import pack
 
 FORMAT = 1
 
@@ -77,7 +78,7 @@ class Batch:
     samples: list[Sample]
 
     def encode(self) -> bytes:
-        return msgpack.packb(
+        return pack(
             {
                 "format": FORMAT,
                 "run": self.run,

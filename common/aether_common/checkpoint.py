@@ -66,7 +66,7 @@ def read_manifest(run_root: Path, step: int) -> tuple[CheckpointManifest, str]:
     try:
         manifest = CheckpointManifest.model_validate(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{path} cannot be read ({error}): remove that checkpoint to go on before it") from error
+        raise RunDirectoryError(f"{path} cannot be read ({error}): remove that checkpoint") from error
     return manifest, sha256_file(path)
 
 

@@ -35,9 +35,7 @@ def list_files(directory: Path, names: Iterable[str] | None = None) -> list[File
     """The files below `directory` (or the given names in it), sorted by name, with their digests."""
     if names is None:
         names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
-    return [
-        FileEntry(name, (directory / name).stat().st_size, sha256_file(directory / name)) for name in sorted(names)
-    ]
+    return [FileEntry(name, (directory / name).stat().st_size, sha256_file(directory / name)) for name in sorted(names)]
 
 
 def file_list_bytes(files: Iterable[FileEntry]) -> bytes:

@@ -26,7 +26,7 @@ def fsync_tree(path: Path) -> None:
     """Make every file and directory below `path` durable."""
     for directory, _, files in os.walk(path):
         for name in files:
-            descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)
+            descriptor = os.open(Path(directory) / name, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:
@@ -46,7 +46,7 @@ def write_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
         fsync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def write_directory_durably(path: Path, fill: Callable[[Path], None]) -> None:
         temporary.mkdir(parents=True)
         fill(temporary)
         fsync_tree(temporary)
-        os.rename(temporary, path)
+        temporary.rename(path)
         fsync_directory(path.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

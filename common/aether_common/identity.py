@@ -69,7 +69,7 @@ def resolve_model(model: str, revision: str | None) -> Path:
     if is_local(model):
         path = Path(model).expanduser().resolve()
         if not (path / "config.json").is_file():
-            raise IdentityError(f"model {model!r}: no config.json in {path}: give a model directory or a hub repository")
+            raise IdentityError(f"model {model!r}: no config.json in {path}: give a model directory or hub repository")
         return path
     if revision is None or not _COMMIT.fullmatch(revision):
         raise IdentityError(
@@ -78,7 +78,7 @@ def resolve_model(model: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise IdentityError(f"model {model!r}: huggingface_hub is not installed here; give a local directory") from error
+        raise IdentityError(f"model {model!r}: huggingface_hub is not installed here: give a directory") from error
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))

@@ -58,8 +58,10 @@ class Settings(BaseSettings):
             raise ConfigError(describe(error, path, origins, cls)) from error
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls: type[BaseSettings], **sources: Any) -> tuple[Any, ...]:
-        return (sources["init_settings"],)
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: Any, *others: Any, **named: Any
+    ) -> tuple[Any, ...]:
+        return (init_settings,)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

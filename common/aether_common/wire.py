@@ -33,7 +33,7 @@ class Message(BaseModel):
     v: int = PROTOCOL
 
     def encode(self) -> bytes:
-        return msgpack.packb(self.model_dump(mode="python"))
+        return pack(self.model_dump(mode="python"))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -51,6 +51,13 @@ class Message(BaseModel):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise MessageError(f"{cls.__name__}: field {where}: {first['msg']}") from error
+
+
+def pack(value: Any) -> bytes:
+    """msgpack bytes of a plain value."""
+    data = msgpack.packb(value)
+    assert data is not None
+    return data
 
 
 def unpack(data: bytes) -> dict[str, Any]:

@@ -29,11 +29,11 @@ class Key:
 def make_key() -> Key:
     seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
     pair = nkeys.from_seed(bytearray(seed))
-    return Key(public=pair.public_key.decode(), seed=bytes(seed).decode())
+    return Key(public=bytes(pair.public_key).decode(), seed=bytes(seed).decode())
 
 
 def public_key(seed: str) -> str:
-    return nkeys.from_seed(bytearray(seed.encode())).public_key.decode()
+    return bytes(nkeys.from_seed(bytearray(seed.encode())).public_key).decode()
 
 
 def server_configuration(

@@ -7,7 +7,7 @@ heartbeats declare a worker dead. The newest incarnation of a name wins.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aether_common.bus import Bus
@@ -122,12 +122,14 @@ class Fleet:
                 await asyncio.sleep(1.0)
                 self._declare_dead()
 
-    def _serve[M: Registration | Heartbeat | Poll](self, kind: type[M], answer: Callable[[M], object]) -> object:
+    def _serve[M: Registration | Heartbeat | Poll](
+        self, kind: type[M], answer: Callable[[M], Awaitable[Message]]
+    ) -> Callable[[Msg], Awaitable[None]]:
         """A callback that answers each request in a task of its own; bad messages are counted."""
 
         async def respond(message: Msg, request: M) -> None:
             try:
-                result: Message = await answer(request)  # type: ignore[misc]
+                result = await answer(request)
                 if message.reply:
                     await message.respond(result.encode())
             except Exception as error:
@@ -235,9 +237,7 @@ class Fleet:
     def _state(self, worker: Worker, running: dict[str, int]) -> DesiredState:
         # A job that it holds and that is not assigned to it counts no more.
         stray = {job for job in running if job not in worker.jobs}
-        return DesiredState(
-            revision=self._revision, policies=self._wanted(), cancel=sorted(stray), drain=False
-        )
+        return DesiredState(revision=self._revision, policies=self._wanted(), cancel=sorted(stray), drain=False)
 
     def _bump(self) -> None:
         self._revision += 1

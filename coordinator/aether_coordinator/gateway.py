@@ -147,9 +147,13 @@ class Gateway:
     async def _generate(self, request: web.Request) -> web.Response:
         try:
             body = json.loads(await request.read())
-            episode = self._episodes.get(body["model"])
-            if episode is None:
-                return _refuse(404, "unknown_model", f"model {body['model']!r}: its episode is over or unknown here")
+            model = body["model"]
+        except (ValueError, KeyError, TypeError) as error:
+            return _refuse(400, "invalid_request", f"not a generate request: {error!r}")
+        episode = self._episodes.get(model)
+        if episode is None:
+            return _refuse(404, "unknown_model", f"model {model!r}: its episode is over or unknown here")
+        try:
             answer = await self._turn(episode, body, request.headers.get("X-Session-ID", episode.record.id))
         except (RequestRefused, PromptTooLong) as error:
             kind = CONTEXT_EXHAUSTED if isinstance(error, PromptTooLong) else "invalid_request"

@@ -176,5 +176,3 @@ class Groups:
         """Deletes the journal of a group that is over."""
         prefix = f"g{group.id:08d}-".encode()
         return [Write("journal", key, None) for key, _ in self._ledger.scan("journal", prefix)]
-
-

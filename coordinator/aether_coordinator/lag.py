@@ -52,9 +52,7 @@ def cut(
     too_old = [group for group in unbatched if lag(next_step, group.version) > max_lag]
     admissible = [group for group in unbatched if lag(next_step, group.version) <= max_lag]
     ready = [group for group in admissible if group.state == "ready"]
-    waits_for = [
-        group for group in admissible if group.state == "open" and lag(next_step, group.version) == max_lag
-    ]
+    waits_for = [group for group in admissible if group.state == "open" and lag(next_step, group.version) == max_lag]
     enough = len(ready) >= groups_per_batch
     take = ready[:groups_per_batch] if enough and (deadline_passed or not waits_for) else []
     return Cut(take=take, too_old=too_old, waits_for=waits_for)

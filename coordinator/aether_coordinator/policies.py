@@ -56,7 +56,7 @@ class Policies:
         record = PolicyRecord(
             version=version,
             adapter=manifest.adapter,
-            files=[tuple(entry) for entry in manifest.files],
+            files=[(entry.name, entry.size, entry.sha256) for entry in manifest.files],
             rank=manifest.rank,
             alpha=manifest.alpha,
             target_modules=manifest.target_modules,

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 import msgpack
 from aether_common.errors import AetherError
-from aether_common.wire import Kind
+from aether_common.wire import Kind, pack
 from pydantic import BaseModel, ConfigDict
 
 SCHEMA = 1
@@ -26,7 +26,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     def encode(self) -> bytes:
-        return msgpack.packb(self.model_dump(mode="python"))
+        return pack(self.model_dump(mode="python"))
 
     @classmethod
     def decode(cls, data: bytes) -> Self:

@@ -28,9 +28,7 @@ WINDOW = 2048
 class ReplyIntake:
     """Pulls the reply stream, in order."""
 
-    def __init__(
-        self, bus: Bus, names: Names, ledger: Ledger, dispatcher: Dispatcher, counters: Counters
-    ) -> None:
+    def __init__(self, bus: Bus, names: Names, ledger: Ledger, dispatcher: Dispatcher, counters: Counters) -> None:
         self._names = names
         self._ledger = ledger
         self._dispatcher = dispatcher

@@ -73,9 +73,7 @@ class Coordinator:
             directory.mkdir(parents=True, exist_ok=True)
         self.counters = Counters()
         self._ledger = Ledger(self._root / "state")
-        self._ledger.with_every_commit = lambda: [
-            Write("run", b"counters", self.counters.model_dump_json().encode())
-        ]
+        self._ledger.with_every_commit = lambda: [Write("run", b"counters", self.counters.model_dump_json().encode())]
         self._run = self._open_run()
         self._server = EmbeddedServer(settings) if settings.nats.url is None else None
         self._state: RunState = "starting"
@@ -172,9 +170,7 @@ class Coordinator:
         )
         self._dispatcher = Dispatcher(bus, names, self._ledger, self._streams, self.counters)
         self._intake = ReplyIntake(bus, names, self._ledger, self._dispatcher, self.counters)
-        self._policies = Policies(
-            self._ledger, self._streams, self._root, run=settings.run, run_uuid=self._run.uuid
-        )
+        self._policies = Policies(self._ledger, self._streams, self._root, run=settings.run, run_uuid=self._run.uuid)
         self._policies.identity = settings.base_model
         self._fleet = Fleet(
             bus,
@@ -202,9 +198,7 @@ class Coordinator:
             status=lambda: self.status().model_dump_json(),
         )
         os.environ[SECRET_VARIABLE] = self._gateway.secret
-        self._groups = Groups(
-            self._ledger, self._root, self.counters, max_attempts=settings.episodes.max_attempts
-        )
+        self._groups = Groups(self._ledger, self._root, self.counters, max_attempts=settings.episodes.max_attempts)
         self._batches = Batches(settings, self._ledger, self._groups, self.counters)
         evals = {source.name: self._sources[source.name] for source in settings.eval}
         self._evaluations = Evaluations(self._groups, evals, self._root, settings.steps)
@@ -417,9 +411,7 @@ class Coordinator:
                 source=source.settings,
                 claims=Claims(episode.id, episode.attempt),
             )
-            return await run_attempt(
-                opened, source, self._gateway, self._client, self._settings.episodes.timeout_s
-            )
+            return await run_attempt(opened, source, self._gateway, self._client, self._settings.episodes.timeout_s)
 
         try:
             await self._groups.run_episode(group, index, attempt)

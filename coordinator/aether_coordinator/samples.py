@@ -10,6 +10,7 @@ import msgpack
 from aether_common.arrays import pack_floats, pack_tokens
 from aether_common.batch import Sample
 from aether_common.errors import AetherError
+from aether_common.wire import pack
 from verifiers.v1 import WireEpisode
 
 from aether_coordinator.records import EpisodeRecord, GroupRecord
@@ -21,24 +22,24 @@ class TraceError(AetherError):
 
 def encode_episode(episode: Any) -> bytes:
     """verifiers' episode as msgpack; its JSON form would round logprobs to four decimals."""
-    return msgpack.packb(episode.model_dump(mode="python"))
+    return pack(episode.model_dump(mode="python"))
 
 
 def decode_episode(data: bytes) -> WireEpisode:
     return WireEpisode.model_validate(msgpack.unpackb(data))
 
 
-def trainable_traces(episode: WireEpisode) -> list[Any]:
-    return [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+def trainable_traces(episode: Any) -> list[Any]:
+    return [trace for trace in episode.traces if trace.agent.trainable]
 
 
-def episode_reward(episode: WireEpisode) -> float:
+def episode_reward(episode: Any) -> float:
     """Mean reward of the trainable agents."""
     traces = trainable_traces(episode)
     return sum(trace.reward for trace in traces) / len(traces) if traces else 0.0
 
 
-def sampled_tokens(episode: WireEpisode) -> int:
+def sampled_tokens(episode: Any) -> int:
     return sum(sum(node.mask) for trace in trainable_traces(episode) for node in trace.nodes)
 
 

@@ -22,11 +22,11 @@ class NatsSettings(Section):
     """nkey seed of the coordinator; unset with the embedded server, which has its own."""
     ca_file: Path | None = None
     """Certificate authority for `tls://`; unset: the system's."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Embedded server: coordinator port on loopback; 0 takes a free one and keeps it."""
-    websocket_port: int = Field(0, ge=0, le=65535)
+    websocket_port: int = Field(default=0, ge=0, le=65535)
     """Embedded server: WebSocket port for workers; 0 takes a free one and keeps it."""
-    max_storage_mib: int = Field(4096, ge=512)
+    max_storage_mib: int = Field(default=4096, ge=512)
     """Bound of JetStream's files."""
 
     @field_validator("url")
@@ -46,18 +46,18 @@ class NatsSettings(Section):
 class GatewaySettings(Section):
     """The loopback endpoint that verifiers' train client calls, and `status`."""
 
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one."""
 
 
 class SamplingSettings(Section):
     """Sampling of a source."""
 
-    temperature: float = Field(1.0, ge=0)
-    max_tokens: int = Field(512, ge=1)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, le=1)
+    temperature: float = Field(default=1.0, ge=0)
+    max_tokens: int = Field(default=512, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
 
 
 class SourceSettings(Section):
@@ -73,9 +73,9 @@ class SourceSettings(Section):
     harness_args: dict[str, Any] = {}
     runtime: dict[str, Any] = {"type": "subprocess"}
     """verifiers runtime table of the agent, for example {type = "docker", image = "…"}."""
-    max_turns: int | None = Field(None, ge=1)
+    max_turns: int | None = Field(default=None, ge=1)
     """Turns per episode; None: the taskset decides."""
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(default=None, ge=1)
     """Only the first so many tasks."""
     sampling: SamplingSettings = SamplingSettings()
 
@@ -83,7 +83,7 @@ class SourceSettings(Section):
 class TrainSource(SourceSettings):
     """A `[[train]]` table: a taskset that groups are drawn from."""
 
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
     """Share of the groups relative to the other train sources."""
     shuffle: bool = True
     """Draw tasks in a seeded order, another one each epoch."""
@@ -104,35 +104,35 @@ class TrainSource(SourceSettings):
 class EvalSource(SourceSettings):
     """An `[[eval]]` table: tasks that are never trained on, at pinned policy versions."""
 
-    episodes_per_task: int = Field(1, ge=1)
-    every: int | None = Field(None, ge=1)
+    episodes_per_task: int = Field(default=1, ge=1)
+    every: int | None = Field(default=None, ge=1)
     """Evaluate every so many policy versions; the first and the last are always evaluated."""
 
 
 class BatchSettings(Section):
     """How episodes become training steps."""
 
-    groups: int = Field(8, ge=1)
+    groups: int = Field(default=8, ge=1)
     """Groups (tasks) in a batch."""
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     """Episodes of each task, compared with each other."""
-    max_policy_lag: int = Field(1, ge=0)
+    max_policy_lag: int = Field(default=1, ge=0)
     """How many versions a trained group may be older than the policy that step s trains from; 0: synchronous."""
     drop_uniform_groups: bool = False
     """Replace groups whose rewards are all equal instead of counting their tokens without a gradient."""
-    group_deadline_s: float = Field(1800.0, gt=0)
+    group_deadline_s: float = Field(default=1800.0, gt=0)
     """How long a batch waits for the running groups that could not enter a later one."""
 
 
 class EpisodeSettings(Section):
     """Limits of running episodes."""
 
-    max_concurrent: int = Field(256, ge=1)
-    max_attempts: int = Field(3, ge=1)
+    max_concurrent: int = Field(default=256, ge=1)
+    max_attempts: int = Field(default=3, ge=1)
     """Runs of one episode that infrastructure made fail before the group is dropped."""
-    timeout_s: float = Field(3600.0, gt=0)
+    timeout_s: float = Field(default=3600.0, gt=0)
     """Time of one episode without the time its turns waited for a worker."""
-    turn_deadline_s: float = Field(1800.0, gt=0)
+    turn_deadline_s: float = Field(default=1800.0, gt=0)
     """Time of one turn, waiting included, before it fails as infrastructure."""
 
 
@@ -143,7 +143,7 @@ class TrainerProcess(Section):
     """Its settings file (`trainer.toml`)."""
     python: Path | None = None
     """Interpreter of the trainer's environment; unset: this one."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: int = Field(default=5, ge=0)
     """Restarts without a new checkpoint before the run stops."""
 
 

@@ -1,6 +1,7 @@
 """What the run keeps in JetStream: declared by the coordinator alone, and again after a loss."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from aether_common.bus import Bus
 from aether_common.errors import BusError
@@ -80,7 +81,7 @@ class Streams:
         except Error as error:
             raise BusError(f"JetStream refuses the streams of run {self._names.run}: {error}") from error
 
-    def _common(self) -> dict[str, object]:
+    def _common(self) -> dict[str, Any]:
         return {
             "retention": RetentionPolicy.WORK_QUEUE,
             "storage": StorageType.FILE,
