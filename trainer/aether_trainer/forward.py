@@ -39,6 +39,11 @@ class Row:
         """The tokens before the first sampled one."""
         return tuple(self.tokens[: self.positions[0]])
 
+    @property
+    def length(self) -> int:
+        """Tokens that must be computed: the last sampled one and what follows it predict nothing."""
+        return self.positions[-1]
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -50,7 +55,7 @@ class MicroBatch:
     @property
     def cost(self) -> int:
         """Tokens that are computed, padding included."""
-        return self.prefix + len(self.rows) * max(len(row.tokens) - self.prefix for row in self.rows)
+        return self.prefix + len(self.rows) * (max(row.length for row in self.rows) - self.prefix)
 
 
 def unpack(sample: Sample) -> Row | None:
@@ -85,8 +90,8 @@ def plan(rows: Sequence[Row], budget: int) -> list[MicroBatch]:
 def _split(prefix: int, rows: list[Row], budget: int) -> Iterator[MicroBatch]:
     """Cut rows, sorted by length so that little is padding, where the budget is reached."""
     part: list[Row] = []
-    for row in sorted(rows, key=lambda row: -len(row.tokens)):
-        if part and prefix + (len(part) + 1) * (len(part[0].tokens) - prefix) > budget:
+    for row in sorted(rows, key=lambda row: -row.length):
+        if part and prefix + (len(part) + 1) * (part[0].length - prefix) > budget:
             yield MicroBatch(prefix, part)
             part = []
         part.append(row)
@@ -100,7 +105,7 @@ def sampled_logprobs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[T
     Row by row, in the order of `Row.positions`; both are of the distribution at the row's temperature.
     """
     prefix, rows = micro_batch.prefix, micro_batch.rows
-    suffixes = [row.tokens[prefix:] for row in rows]
+    suffixes = [row.tokens[prefix : row.length] for row in rows]
     longest = max(len(suffix) for suffix in suffixes)
     tokens_ns = torch.tensor([suffix + [0] * (longest - len(suffix)) for suffix in suffixes], device=model.device)
     decoder: Any = model.get_decoder()
