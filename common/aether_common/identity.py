@@ -43,7 +43,7 @@ class ModelIdentity(BaseModel):
     chat_template: str
     vocab_size: int
     dtype: str
-    """Serving dtype, for example bfloat16."""
+    """Serving dtype (of the workers and the published adapters), for example bfloat16."""
     quantization: str = "none"
     renderer: str = ""
     """Name of the `renderers` renderer, never auto-selected; empty where nothing is rendered (workers, trainer)."""

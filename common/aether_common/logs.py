@@ -7,6 +7,7 @@ Every process calls `configure` once. Ids (policy, group, episode, job, worker) 
 import json
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,8 +44,10 @@ class _JsonFile:
         entry["message"] = record["message"]
         if record["exception"]:
             entry["exception"] = str(message)[-8000:]
-        self._file.write(json.dumps(entry, default=str) + "\n")
-        self._file.flush()
+        # A full disk must not stop the process through its log; the terminal still has the line.
+        with suppress(OSError):
+            self._file.write(json.dumps(entry, default=str) + "\n")
+            self._file.flush()
 
 
 class _StandardLogging(logging.Handler):

@@ -8,12 +8,19 @@ settings: they lie in files that a setting names.
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from aether_common.errors import ConfigError
+
+
+class ModelReference:
+    """Marks a string that names a hub repository or a directory; `./…`, `../…` and `~…` are directories."""
+
+
+ModelName = Annotated[str, ModelReference()]
 
 
 class Section(BaseModel):
@@ -96,7 +103,7 @@ def _assign(values: dict[str, Any], key: str, text: str, origin: str) -> None:
 
 
 def _resolve_paths(model: type[BaseModel], values: Any, base: Path) -> None:
-    """Make relative values of `Path` fields relative to the directory of the file."""
+    """Make relative paths relative to the directory of the file."""
     if isinstance(values, list):
         for value in values:
             _resolve_paths(model, value, base)
@@ -107,6 +114,9 @@ def _resolve_paths(model: type[BaseModel], values: Any, base: Path) -> None:
             continue
         types = [field.annotation, *get_args(field.annotation)]
         if Path in types and isinstance(values[name], str):
+            values[name] = str((base / Path(values[name]).expanduser()).resolve())
+        marked = any(isinstance(mark, ModelReference) for mark in field.metadata)
+        if marked and str(values[name]).startswith(("./", "../", "~")):
             values[name] = str((base / Path(values[name]).expanduser()).resolve())
         for kind in types:
             if isinstance(kind, type) and issubclass(kind, BaseModel):

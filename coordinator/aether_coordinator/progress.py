@@ -47,7 +47,7 @@ class Progress:
 
     def say(self, text: str, style: str = "") -> None:
         """A line that stays."""
-        self.console.print(Text(text, style=style))
+        self.console.print(Text(text, style=style), soft_wrap=True)
 
     def waiting(self, text: str) -> None:
         """What is being waited for before there is a status."""

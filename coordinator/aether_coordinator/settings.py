@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from aether_common.bus import COORDINATOR_SCHEMES, check_url
 from aether_common.identity import ModelIdentity, check_revision
 from aether_common.names import Names
-from aether_common.settings import Section, Settings
+from aether_common.settings import ModelName, Section, Settings
 from aether_common.wire import Sampling
 from pydantic import Field, field_validator, model_validator
 
@@ -160,7 +160,7 @@ class ServerSettings(Settings):
     """Training steps after which the run is finished."""
     seed: int = 0
     """Fixes the order of tasks and the seeds of jobs."""
-    model: str
+    model: ModelName
     """Base model: hub repository or local directory (its tokenizer is read here)."""
     base_model: ModelIdentity
     """What `aether-coordinator identity` prints; trainer and workers must load exactly this."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from aether_common.identity import check_revision, is_local
-from aether_common.settings import Section, Settings
+from aether_common.settings import ModelName, Section, Settings
 from pydantic import Field, field_validator, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
@@ -13,7 +13,7 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelSettings(Section):
     """The frozen base model."""
 
-    path: str
+    path: ModelName
     """Local directory (`/…`, `./…`, `~/…`) or hub repository."""
     revision: str | None = None
     """Full 40-hex commit of a hub repository; optional for a directory (`sha256:<64 hex>`), where it is checked."""
