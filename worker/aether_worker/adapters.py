@@ -109,7 +109,7 @@ class AdapterCache:
                 raise ArtifactError(f"object {digest} is no file list of an adapter: too large")
 
         await self._artifacts.read(digest, collect)
-        if (actual := sha256_bytes(listing)) != digest:
+        if (actual := sha256_bytes(bytes(listing))) != digest:
             raise ArtifactError(f"object {digest} is corrupt: its SHA-256 is {actual}")
         try:
             files = parse_file_list(bytes(listing))
@@ -150,6 +150,7 @@ class AdapterCache:
                 continue
             shutil.rmtree(path)
             self._verified.discard(digest)
+            self._locks.pop(digest, None)
             total -= size
         if total > self._budget:
             logger.warning("the adapters in use take {} MiB, more than adapter_cache_mib", total >> 20)

@@ -1,5 +1,6 @@
 """Settings of a worker (`worker.toml`)."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -166,3 +167,16 @@ class WorkerSettings(Settings):
                 "40-hex commit, or give an existing directory"
             )
         return self
+
+
+def prepare_state_dir(path: Path) -> None:
+    """Make the directory. Raises `ConfigError` when it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"state_dir = {str(path)!r} cannot be written ({error.strerror}): give this user write access, free space "
+            "on the disk, or choose another directory"
+        ) from error

@@ -94,8 +94,11 @@ async def test_greedy_equals_generate_of_transformers(engine: TransformersEngine
     answer = await engine.generate(request, quiet)
     model = reference(directory, A)
     output = model.generate(
-        input_ids=torch.tensor([request.prompt]), attention_mask=torch.ones(1, 12), max_new_tokens=20,
-        do_sample=False, eos_token_id=None,
+        input_ids=torch.tensor([request.prompt]),
+        attention_mask=torch.ones(1, 12),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
     )
     assert answer.tokens == output[0, 12:].tolist()
     assert answer.logprobs == pytest.approx(forward_logprobs(model, request, answer.tokens), abs=1e-4)
@@ -139,9 +142,7 @@ async def test_batch_invariant_tokens_do_not_depend_on_the_queue(directory: Path
     await engine.load_adapter(1, B, directory / B)
     request = Request("it", A, prompt(15, 9), Sampling(max_tokens=20), seed=11)
     alone = await engine.generate(request, quiet)
-    others = [
-        Request(f"o{i}", (A, B)[i % 2], prompt(5 + 3 * i, i), Sampling(max_tokens=10), seed=i) for i in range(6)
-    ]
+    others = [Request(f"o{i}", (A, B)[i % 2], prompt(5 + 3 * i, i), Sampling(max_tokens=10), seed=i) for i in range(6)]
     crowd = await asyncio.gather(*(engine.generate(r, quiet) for r in [*others[:3], request, *others[3:]]))
     await engine.stop()
     assert crowd[3] == alone

@@ -141,6 +141,8 @@ class TransformersEngine(Engine):
         with self._changed:
             commands, self._commands = self._commands, []
         for call, future in commands:
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 call()
             except Exception as error:
