@@ -71,7 +71,8 @@ def draw_rewards(path: Path, steps: Sequence[StepStatus], held_out: Mapping[int,
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if steps or held_out:
-        axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
+        # Outside: wherever it lay inside, some run's curve would pass under it.
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=DPI)
     write_durably(path, picture.getvalue())

@@ -246,9 +246,9 @@ class _Demo:
         last, changed_at = None, time.monotonic()
         while coordinator.process.returncode is None:
             status = await asyncio.to_thread(read_status, self._root, coordinator.process.pid)
-            if status is None:
+            if status is None and self._status is None:
                 self._progress.waiting("starting nats-server, coordinator, trainer and workers")
-            else:
+            elif status is not None:
                 self._note(status)
                 self._progress.update(status)
             for worker in workers:

@@ -265,8 +265,10 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print()
     console.rule(f"{summary.status.run}: {len(summary.steps)} steps", align="left")
     console.print(_figures(summary))
-    counters = summary.status.counters
+    counters, tasks = summary.status.counters, summary.sampled.difference.tasks if summary.sampled else 0
     console.print(
+        f"Training reward: means of the first and the last {WINDOW} steps. Held-out accuracy: exact match on {tasks} "
+        "tasks of words that are never trained on; the interval is that of the paired difference.\n"
         f"First group to last step {summary.seconds:.0f} s, {summary.seconds_total:.0f} s in all. "
         f"Tokens: {counters.tokens_generated:,} generated, {counters.tokens_trained:,} trained.",
         highlight=False,
@@ -285,16 +287,15 @@ def print_summary(console: Console, summary: Summary) -> None:
 def _figures(summary: Summary) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), show_header=True, header_style="bold")
     for heading in ("", "before", "after", "difference", "95 % interval"):
-        table.add_column(heading, justify="left" if not heading else "right")
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     first, last = reward_first(summary.steps), reward_last(summary.steps)
     if first is not None and last is not None:
-        label = f"training reward (first and last {WINDOW} steps)"
-        table.add_row(label, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", "")
+        table.add_row("training reward", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", "")
     for name, held_out in (("sampled", summary.sampled), ("greedy", summary.greedy)):
         if held_out is not None:
             difference = held_out.difference
             table.add_row(
-                f"held-out exact match, {name} ({difference.tasks} tasks)",
+                f"held-out accuracy, {name}",
                 f"{held_out.before.mean:.3f}",
                 f"{held_out.after.mean:.3f}",
                 f"{difference.mean:+.3f}",

@@ -127,7 +127,7 @@ def test_stdout_is_one_json_object_and_nothing_is_left(programs: Path, model: Pa
     assert (found["tokens_generated"], found["tokens_trained"], found["state"]) == (10, 6, "finished")
     assert Path(found["chart"]).read_bytes().startswith(b"\x89PNG")
     assert "running: step 1/4" in err
-    assert "held-out exact match" in err
+    assert "held-out accuracy, greedy" in err
     assert started_by(programs) == []
 
 
