@@ -124,8 +124,10 @@ class Groups:
         await self._set(episode.again(error), *stale)
 
     async def _set(self, episode: EpisodeRecord, *others: Write) -> None:
-        self.episodes[episode.id] = episode
+        # Durable first: whoever sees a final episode reads its trace.
         await self._ledger.commit(Write("episodes", episode.key, episode.encode()), *others)
+        if episode.id in self.episodes:
+            self.episodes[episode.id] = episode
 
     async def _check_complete(self, number: int) -> None:
         group = self.groups.get(number)

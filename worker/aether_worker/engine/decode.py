@@ -50,7 +50,7 @@ class Row:
 
 def decode(model: Any, rows: Sequence[Row], between: Callable[[], None]) -> None:
     """Fill in `rows`. `between` is called between tokens; rows that it marks as aborted are dropped."""
-    with torch.inference_mode():
+    with torch.no_grad():
         state, logits_rv, live = _prefill(model, rows)
         while True:
             for row, token, logprob in zip(live, *draw_tokens(logits_rv, [row.draw() for row in live]), strict=True):
