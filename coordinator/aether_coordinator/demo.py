@@ -162,7 +162,7 @@ class _Demo:
             await self._follow(coordinator, workers)
             return self._summarise(recipe)
         finally:
-            self._progress.waiting("stopping the processes")
+            self._progress.waiting("stopping: the trainer finishes its step; interrupt once more to kill everything")
             await self._stop()
 
     async def _start(self, name: str, command: str, configuration: str) -> Child:

@@ -12,8 +12,8 @@ from pathlib import Path
 from aether_common.child import spawn, stop, tail
 from aether_common.errors import AetherError, ConfigError
 
-GRACE_S = 20.0
-"""Between SIGTERM and SIGKILL."""
+GRACE_S = 45.0
+"""Between SIGTERM and SIGKILL: more than the coordinator grants its trainer and nats-server."""
 
 
 class ChildError(AetherError):
