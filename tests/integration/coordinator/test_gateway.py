@@ -184,9 +184,10 @@ async def test_a_journaled_answer_is_replayed_without_a_job(setup, tmp_path):
 async def post(run: Setup, body: object, secret: str | None = None, **headers: str) -> tuple[int, str]:
     authorization = {"Authorization": f"Bearer {secret if secret is not None else run.gateway.secret}"}
     url = f"http://127.0.0.1:{run.gateway.port}/inference/v1/generate"
-    async with aiohttp.ClientSession() as session, session.post(
-        url, data=json.dumps(body), headers={**authorization, **headers}
-    ) as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=json.dumps(body), headers={**authorization, **headers}) as response,
+    ):
         return response.status, await response.text()
 
 

@@ -35,7 +35,11 @@ def test_an_episode_is_accepted_once():
     episode = EpisodeRecord(group=1, index=2)
     accepted = episode.accepted(0.5, 10, False, "abc")
     assert (accepted.state, accepted.reward, accepted.tokens) == ("done", 0.5, 10)
-    for again in (lambda: accepted.accepted(1.0, 1, False, "x"), lambda: accepted.again("x"), lambda: accepted.failed("x")):
+    for again in (
+        lambda: accepted.accepted(1.0, 1, False, "x"),
+        lambda: accepted.again("x"),
+        lambda: accepted.failed("x"),
+    ):
         with pytest.raises(StateError, match="g00000001-e002"):
             again()
 
