@@ -70,12 +70,13 @@ seed = 0
 
 [model]
 path = "org/model"             # hub repository or directory, the same as in server.toml
-revision = ""                  # the full commit of a hub repository
-dtype = "bfloat16"             # of the frozen base model
+revision = ""                  # the full commit of a hub repository; remove the line for a directory
+dtype = "bfloat16"             # of the frozen base model; float32 on a CPU
 
 [lora]
 rank = 8
 alpha = 16.0
+serving_dtype = "bfloat16"     # dtype of [base_model] in server.toml
 
 [optimizer]
 learning_rate = 1e-5
@@ -86,7 +87,7 @@ device = "auto"
 
 WORKER = """\
 # A worker: aether-worker run worker.toml
-# Its key comes from: aether-coordinator worker add NAME --config server.toml
+# These lines come from: aether-coordinator worker add w1 --config server.toml
 name = "w1"
 run = "my-run"
 url = "wss://coordinator.example.org"   # ws:// only to 127.0.0.1
@@ -94,8 +95,8 @@ key_file = "w1.nk"
 # ca_file = "ca.pem"                    # for a private certificate authority
 
 model = "org/model"                     # hub repository or directory, the same as in server.toml
-revision = ""                           # the full commit of a hub repository
-dtype = "bfloat16"
+revision = ""                           # the full commit of a hub repository; remove the line for a directory
+dtype = "bfloat16"                      # dtype of [base_model] in server.toml
 max_model_len = 4096
 
 engine = "vllm"                         # or transformers (runs on a CPU)
