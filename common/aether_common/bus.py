@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import random
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +23,9 @@ from aether_common.errors import AuthorizationError, BusError, ConfigError
 CONNECT_TIMEOUT_S = 10.0
 PING_INTERVAL_S = 20
 MAX_OUTSTANDING_PINGS = 2
+RECONNECT_S = (0.5, 2.0)
+SAME_ATTEMPT_S = 0.3
+"""Errors closer together than this, below the wait between attempts, belong to one attempt to connect."""
 
 
 def check_url(url: str, schemes: dict[str, bool]) -> str:
@@ -79,11 +83,12 @@ class Bus:
         self._name = name
         self._ca_file = ca_file
         self._last_error: Exception | None = None
+        self._refused_at: float | None = None
         self._on_reconnect: list[Callable[[], None]] = []
         self.client = Client()
         self.connected = asyncio.Event()
         self.refused = asyncio.Event()
-        """Set when the server says that the credential is not, or no longer, good."""
+        """Set when the server said twice that the credential is not, or no longer, good."""
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every reconnect; outstanding requests of before are lost."""
@@ -106,7 +111,7 @@ class Bus:
                 max_outstanding_pings=MAX_OUTSTANDING_PINGS,
                 max_reconnect_attempts=-1,
                 # nats-py has no jitter: every client draws its own wait instead.
-                reconnect_time_wait=random.uniform(0.5, 2.0),  # type: ignore[arg-type]
+                reconnect_time_wait=random.uniform(*RECONNECT_S),  # type: ignore[arg-type]
                 error_cb=self._error,
                 disconnected_cb=self._disconnected,
                 reconnected_cb=self._reconnected,
@@ -124,6 +129,7 @@ class Bus:
             raise BusError(f"no connection to nats-server at {self._url} within {timeout_s:.0f} s{cause}")
         if error := attempt.exception():
             raise BusError(f"no connection to nats-server at {self._url}: {error}") from error
+        self._refused_at = None
         self.connected.set()
 
     def refusal(self) -> AuthorizationError:
@@ -136,8 +142,16 @@ class Bus:
         """Close within 2 s; what is not flushed by then is dropped."""
         self.connected.clear()
         # `asyncio.wait_for` surfaced CancelledError here after a server kill.
-        task = asyncio.ensure_future(self.client.close())
+        task = asyncio.ensure_future(self._close())
         await asyncio.wait([task], timeout=2)
+
+    async def _close(self) -> None:
+        await self.client.close()
+        # A client that was refused, or never connected, counts as closed and keeps its websocket session.
+        transport = getattr(self.client, "_transport", None)
+        if transport:
+            transport.close()
+            await transport.wait_closed()
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         """A request while connected. Raises `BusError` without responder, connection or answer in time."""
@@ -151,8 +165,13 @@ class Bus:
     async def _error(self, error: Exception) -> None:
         self._last_error = error
         text = str(error).lower()
-        if "authorization" in text or "authentication" in text or "user authentication revoked" in text:
-            self.refused.set()
+        if "authorization" in text or "authentication" in text:
+            # A server that reloads its users refuses good keys for an instant: the next attempt decides.
+            now = time.monotonic()
+            if self._refused_at is None:
+                self._refused_at = now
+            elif now - self._refused_at > SAME_ATTEMPT_S:
+                self.refused.set()
         else:
             logger.debug("nats: {}", error)
 
@@ -162,6 +181,7 @@ class Bus:
         self.connected.clear()
 
     async def _reconnected(self) -> None:
+        self._refused_at = None
         logger.info("connected to nats-server again")
         self.connected.set()
         for callback in self._on_reconnect:
