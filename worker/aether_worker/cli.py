@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +48,7 @@ def check(file: File, set_: Overrides = None, debug: Debug = False) -> None:
 
 
 @contextmanager
-def _messages(debug: bool) -> Iterator[None]:
+def _messages(debug: bool) -> Generator[None]:
     """Turns an `AetherError` into its message and exit code."""
     try:
         yield

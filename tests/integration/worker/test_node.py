@@ -39,13 +39,19 @@ class Worker:
         }
         self.process: asyncio.subprocess.Process | None = None
 
+    @property
+    def file(self) -> Path:
+        return self.directory / "worker.toml"
+
+    def write(self) -> None:
+        self.file.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in self.settings.items()))
+
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        file = self.directory / "worker.toml"
-        file.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in self.settings.items()))
+        self.write()
         self.process = await asyncio.create_subprocess_exec(
             Path(sys.executable).parent / "aether-worker",
             "run",
-            str(file),
+            str(self.file),
             *arguments,
             stderr=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

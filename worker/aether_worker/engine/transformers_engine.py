@@ -19,6 +19,7 @@ from aether_common.wire import FinishReason
 from loguru import logger
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from aether_worker.engine.base import Engine, EngineError, Generation, Progress, Request, UnknownAdapter, room
 from aether_worker.engine.decode import Row, decode
@@ -211,6 +212,7 @@ class TransformersEngine(Engine):
 
     def _load_model(self) -> None:
         torch.set_num_threads(self._settings.threads)
+        transformers_logging.disable_progress_bar()
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype)
         except Exception as error:

@@ -1,0 +1,68 @@
+"""Mistakes in `worker.toml` are told with file, key, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+from aether_common.errors import ConfigError
+from aether_worker.settings import WorkerSettings
+
+GOOD = """
+name = "w1"
+run = "demo"
+url = "ws://127.0.0.1:4443"
+key_file = "w1.seed"
+model = "{model}"
+state_dir = "state"
+"""
+
+
+def load(tmp_path: Path, text: str = "", overrides: list[str] | None = None) -> WorkerSettings:
+    file = tmp_path / "worker.toml"
+    file.write_text(GOOD.format(model=tmp_path) + text)
+    return WorkerSettings.load(file, overrides)
+
+
+def test_defaults_and_relative_paths(tmp_path: Path) -> None:
+    settings = load(tmp_path)
+    assert settings.key_file == tmp_path / "w1.seed"
+    assert settings.state_dir == tmp_path / "state"
+    assert (settings.engine, settings.slots, settings.window) == ("vllm", 32, 40)
+
+
+def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AETHER_WORKER_SLOTS", "4")
+    monkeypatch.setenv("AETHER_WORKER_VLLM__MAX_LORA_RANK", "20")
+    settings = load(tmp_path, overrides=["engine=null", "null.tokens=[7]", "prefetch=1"])
+    assert (settings.engine, settings.window, settings.null.tokens) == ("null", 5, [7])
+    assert settings.vllm.max_lora_rank == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("nme=x", r"--set nme=x: unknown key nme: known here are .*name"),
+        ("name=W 1", r"name = 'W 1': worker name 'W 1': use 1 to 64 lower-case letters"),
+        ("run=De.mo", r"run = 'De.mo': run 'De.mo': use 1 to 40"),
+        ("url=ws://example.org:443", r"url = .*unencrypted connections are accepted to loopback only: use wss"),
+        ("url=https://example.org", r"the scheme must be one of wss, ws"),
+        ("slots=0", r"slots = 0: .*greater than or equal to 1"),
+        ("slots=many", r"slots = 'many': .*integer"),
+        ("model=org/name", r"model = 'org/name' is no local directory.*set revision to its full 40-hex commit"),
+        ("revision=main", r"revision = 'main': .*full 40-hex commit"),
+        ("dtype=float16", r"dtype = 'float16': .*'float32' or 'bfloat16'"),
+        ('vllm.extra_args=["--logprobs-mode", "raw_logprobs"]', r"'--logprobs-mode' is set by the worker"),
+        ('vllm.extra_args=["--kv_cache_dtype=fp8"]', r"'--kv_cache_dtype=fp8' is set by the worker or would change"),
+        ("null.tokens=[]", r"null.tokens: .*at least 1 item"),
+        ("transformers.threads=0", r"transformers.threads = 0"),
+    ],
+)
+def test_mistakes(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, overrides=[override])
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text(GOOD.format(model=tmp_path).replace("run =", "# run ="))
+    with pytest.raises(ConfigError, match=r"worker.toml: key run is missing: add it"):
+        WorkerSettings.load(file)

@@ -1,0 +1,258 @@
+"""The vLLM engine against a small HTTP child that the same code starts (real vLLM has its own tests)."""
+
+import asyncio
+import json
+import os
+import pickle
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aether_common.wire import Sampling
+from aether_worker.engine import vllm_engine
+from aether_worker.engine.base import EngineError, PromptTooLong, Request, UnknownAdapter
+from aether_worker.engine.vllm_engine import VllmEngine, read_answer
+from aether_worker.settings import VllmSettings, WorkerSettings
+
+A = "a" * 64
+
+FAKE = """#!{python}
+import json, os, sys
+from pathlib import Path
+from aiohttp import web
+
+state = Path({state!r})
+arguments = sys.argv[1:]
+if (state / "broken").exists():
+    sys.exit("no GPU here")
+with (state / "starts").open("a") as file:
+    keys = ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "HF_HUB_OFFLINE")
+    entry = {{"arguments": arguments, "env": {{key: os.environ.get(key) for key in keys}}, "pid": os.getpid()}}
+    file.write(json.dumps(entry) + "\\n")
+loaded = {{}}
+
+def record(path, body):
+    with (state / "requests").open("a") as file:
+        file.write(json.dumps([path, body]) + "\\n")
+
+async def health(request):
+    return web.Response()
+
+async def load(request):
+    body = await request.json()
+    record(request.path, body)
+    if body["lora_name"] in loaded:
+        return web.json_response({{"error": {{"message": "it has already been loaded"}}}}, status=400)
+    if not Path(body["lora_path"]).is_dir():
+        return web.json_response({{"error": {{"message": "no such path"}}}}, status=404)
+    loaded[body["lora_name"]] = body["lora_path"]
+    return web.Response(text="Success")
+
+async def unload(request):
+    loaded.pop((await request.json())["lora_name"])
+    return web.Response(text="Success")
+
+async def abort(request):
+    record(request.path, await request.json())
+    return web.Response()
+
+async def generate(request):
+    body = await request.json()
+    record(request.path, body)
+    if body["model"] not in loaded:
+        return web.json_response({{"error": {{"message": "unknown model"}}}}, status=404)
+    if body["token_ids"] == [666]:
+        os._exit(3)
+    if body["token_ids"] == [777]:
+        import asyncio
+        await asyncio.sleep(60)
+    content = [{{"token_id": 5, "logprob": -0.5, "rank": 1}}, {{"token_id": 2, "logprob": -0.25, "rank": 1}}]
+    choice = {{"token_ids": [5, 2], "finish_reason": "stop", "logprobs": {{"content": content}}}}
+    return web.json_response({{"choices": [choice]}})
+
+app = web.Application()
+app.router.add_get("/health", health)
+app.router.add_post("/v1/load_lora_adapter", load)
+app.router.add_post("/v1/unload_lora_adapter", unload)
+app.router.add_post("/inference/v1/abort_requests", abort)
+app.router.add_post("/inference/v1/generate", generate)
+web.run_app(app, host="127.0.0.1", port=int(arguments[arguments.index("--port") + 1]), print=None, shutdown_timeout=0.1)
+"""
+
+
+class Fake:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.python = directory / "python"
+        self.python.write_text(FAKE.format(python=sys.executable, state=str(directory)))
+        self.python.chmod(0o755)
+        self.adapter = directory / "adapter"
+        self.adapter.mkdir()
+        self.settings = WorkerSettings(
+            name="w1",
+            run="test",
+            url="ws://127.0.0.1:1",
+            key_file=directory / "key",
+            model=str(directory),
+            dtype="float32",
+            slots=7,
+            max_model_len=16,
+            state_dir=directory,
+            vllm=VllmSettings(python=self.python, extra_args=["--enforce-eager"], max_lora_rank=9, startup_s=20),
+        )
+
+    def lines(self, name: str) -> list[Any]:
+        path = self.directory / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    monkeypatch.setattr(vllm_engine, "RESTART_S", (0.05, 0.2))
+    return Fake(tmp_path)
+
+
+@pytest.fixture
+async def engine(fake: Fake) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(fake.settings, fake.directory)
+    await engine.start()
+    await engine.load_adapter(4, A, fake.adapter)
+    yield engine
+    await engine.stop()
+
+
+def request(*prompt: int, **sampling: Any) -> Request:
+    return Request("job-1", A, list(prompt), Sampling(max_tokens=50, **sampling), seed=9)
+
+
+async def test_flags_environment_and_a_request(fake: Fake, engine: VllmEngine) -> None:
+    assert await engine.health()
+    seen: list[int] = []
+    generation = await engine.generate(request(3, 4, temperature=0.7, stop_token_ids=(2,)), seen.append)
+    assert (generation.tokens, generation.logprobs, generation.finish_reason) == ([5, 2], [-0.5, -0.25], "stop")
+    assert seen == [2]
+    (start,) = fake.lines("starts")
+    flags = " ".join(start["arguments"])
+    assert flags.startswith("-m vllm.entrypoints.openai.api_server --host 127.0.0.1")
+    for part in (
+        f"--model {fake.directory}",
+        "--dtype float32",
+        "--max-model-len 16",
+        "--max-num-seqs 7",
+        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 6",
+        "--enable-scale-out",
+        "--logprobs-mode processed_logprobs",
+        "--enforce-eager",
+    ):
+        assert part in flags
+    assert start["env"] == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
+    load, generate = fake.lines("requests")
+    assert load == ["/v1/load_lora_adapter", {"lora_name": f"v4-{A}", "lora_path": str(fake.adapter)}]
+    assert generate[1]["model"] == f"v4-{A}"
+    assert generate[1]["token_ids"] == [3, 4]
+    parameters = generate[1]["sampling_params"]
+    # The context of 16 leaves room for 14 tokens; the seed does not travel.
+    assert (parameters["max_tokens"], parameters["temperature"], parameters["stop_token_ids"]) == (14, 0.7, [2])
+    assert (parameters["logprobs"], parameters["ignore_eos"]) == (1, True)
+    assert "seed" not in parameters
+
+
+async def test_its_death_fails_the_request_and_it_comes_back_with_its_adapters(fake: Fake, engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match="does not answer"):
+        await engine.generate(request(666), lambda _: None)
+    async with asyncio.timeout(20):
+        while not await engine.health():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.05)
+    assert (await engine.generate(request(3), lambda _: None)).tokens == [5, 2]
+    assert len(fake.lines("starts")) == 2
+    # Loading again what is there already is no failure.
+    await engine.load_adapter(4, A, fake.adapter)
+
+
+async def test_a_cancelled_call_is_aborted_in_the_server(fake: Fake, engine: VllmEngine) -> None:
+    call = asyncio.create_task(engine.generate(request(777), lambda _: None))
+    async with asyncio.timeout(10):
+        while len(fake.lines("requests")) < 2:  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.02)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert fake.lines("requests")[-1] == ["/inference/v1/abort_requests", {"request_ids": ["generate-tokens-job-1"]}]
+
+
+async def test_typed_errors(fake: Fake, engine: VllmEngine) -> None:
+    with pytest.raises(PromptTooLong):
+        await engine.generate(request(*range(16)), lambda _: None)
+    with pytest.raises(EngineError, match="no such path"):
+        await engine.load_adapter(5, "b" * 64, fake.directory / "nowhere")
+    await engine.unload_adapter(A)
+    with pytest.raises(UnknownAdapter):
+        await engine.generate(request(3), lambda _: None)
+
+
+async def test_a_failed_start_shows_the_end_of_the_log(fake: Fake) -> None:
+    (fake.directory / "broken").touch()
+    engine = VllmEngine(fake.settings, fake.directory)
+    with pytest.raises(EngineError, match=r"exit code 1 while it started(?s:.*)no GPU here"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_no_child_outlives_a_killed_worker(fake: Fake) -> None:
+    code = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_vllm_engine import Fake, VllmEngine
+async def main():
+    fake = Fake.__new__(Fake)
+    settings = __import__("pickle").loads(Path(sys.argv[2], "settings").read_bytes())
+    await VllmEngine(settings, Path(sys.argv[2])).start()
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    (fake.directory / "settings").write_bytes(pickle.dumps(fake.settings))
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(Path(__file__).parent), str(fake.directory), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    async with asyncio.timeout(20):
+        assert await parent.stdout.readline() == b"ready\n"
+    child = fake.lines("starts")[0]["pid"]
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(10):
+        while alive(child):  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie that nobody reaps here is dead.
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"finish_reason": "abort"}, "finish_reason 'abort'"),
+        ({"token_ids": [5]}, "1 tokens, but logprobs"),
+        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}, "-9999"),
+        ({"logprobs": None}, "cannot be read"),
+    ],
+)
+def test_incomplete_answers_are_errors(change: dict[str, Any], message: str) -> None:
+    choice = {
+        "token_ids": [5, 2],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
+    }
+    assert read_answer({"choices": [choice]}).tokens == [5, 2]
+    with pytest.raises(EngineError, match=message):
+        read_answer({"choices": [choice | change]})
