@@ -123,6 +123,9 @@ def view(status: RunStatus) -> RenderableType:
         _figure("reward", reward),
         _figure("policy", policy),
         _figure("lag", lag),
+    )
+    # Two rows: one does not fit into 80 columns.
+    figures.add_row(
         _figure("tokens/s", f"{status.tokens_per_s:.0f}"),
         _figure("turns waiting", str(status.turns_waiting)),
         _figure("running", str(status.turns_running)),
