@@ -100,7 +100,7 @@ class Job(Message):
     job: Token
     dispatch: int = Field(ge=0)
     """Raised by a reassignment; a reply counts only with the recorded one."""
-    key: Digest
+    key: str
     """Key of the turn in the journal, echoed."""
     kind: Kind
     version: int = Field(ge=0)

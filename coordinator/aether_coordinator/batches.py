@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from aether_common.batch import Batch, Sample, batch_path
+from aether_common.crash import crash_point
 from aether_common.digests import sha256_bytes, sha256_file
 from aether_common.errors import RunDirectoryError
 from aether_common.files import TEMPORARY, disk_error, fsync_directory
@@ -67,18 +68,21 @@ class Batches:
             tokens=tokens,
             lag=sum(lag(step, group.version) for group in groups) / len(groups),
         )
+        crash_point("batch.before_write")
         await asyncio.to_thread(self._write_temporary, record.step, data)
+        crash_point("batch.before_commit")
         batched = [group.batched(step) for group in groups]
         self._counters.groups_trained += len(groups)
         self._counters.tokens_trained += tokens
         await self._ledger.commit(
             Write("batches", number_key(step), record.encode()),
             *(Write("groups", group.key, group.encode()) for group in batched),
-            *(write for group in groups for write in self._groups.journal_deletions(group)),
         )
         self.records[step] = record
         self._groups.forget(record.groups)
+        crash_point("batch.before_rename")
         await asyncio.to_thread(self._rename, record)
+        crash_point("batch.after_rename")
         logger.bind(step=step).info(
             "batch {}: {} groups, {} tokens, mean reward {:.3f}", step, len(groups), tokens, record.reward
         )

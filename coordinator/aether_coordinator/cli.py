@@ -3,8 +3,6 @@
 import asyncio
 import json
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +19,7 @@ app.add_typer(worker_app, name="worker")
 
 Config = Annotated[Path, typer.Argument(help="The run's server.toml.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: key.path=value.")]
+ConfigOrRoot = Annotated[Path, typer.Argument(help="server.toml, or the run directory.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")]
 
 
@@ -80,27 +79,36 @@ def run(config: Config, overrides: Overrides = None, debug: Debug = False) -> No
 
 @app.command()
 def status(
-    config: Annotated[Path, typer.Argument(help="server.toml, or the run directory.")] = Path("server.toml"),
+    config: ConfigOrRoot = Path("server.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of the endpoint.")] = False,
 ) -> None:
     """Show a running run."""
     from aether_coordinator.progress import render_status
 
-    root = config if config.is_dir() else ServerSettings.load(config).run_root
-    found = fetch_status(root)
+    found = RunStatus.model_validate_json(call_coordinator(config, "/status"))
     typer.echo(found.model_dump_json(indent=2) if as_json else render_status(found))
 
 
-def fetch_status(run_root: Path) -> RunStatus:
-    """The status of the coordinator that runs on `run_root`. Raises `AetherError` when none answers."""
-    try:
-        endpoint = json.loads((run_root / "endpoint.json").read_text())
-        with urllib.request.urlopen(endpoint["status_url"], timeout=10) as response:
-            return RunStatus.model_validate_json(response.read())
-    except (FileNotFoundError, urllib.error.URLError, ConnectionError):
-        raise AetherError(
-            f"no coordinator runs on {run_root}: start it with `aether-coordinator run server.toml`"
-        ) from None
+def call_coordinator(config: Path, path: str, *, post: bool = False) -> bytes:
+    """Ask the coordinator of a run; `config` is its server.toml or its run directory."""
+    from aether_coordinator.control import call
+
+    root = config if config.is_dir() else ServerSettings.load(config).run_root
+    return call(root, path, post=post)
+
+
+@app.command()
+def pause(config: ConfigOrRoot = Path("server.toml")) -> None:
+    """Open no new groups; running episodes finish, committed batches are trained."""
+    call_coordinator(config, "/pause", post=True)
+    typer.echo("paused; go on with: aether-coordinator resume")
+
+
+@app.command()
+def resume(config: ConfigOrRoot = Path("server.toml")) -> None:
+    """Go on after `pause`."""
+    call_coordinator(config, "/resume", post=True)
+    typer.echo("resumed")
 
 
 @worker_app.command("add")
@@ -123,11 +131,12 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 14,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     run_root: Annotated[Path | None, typer.Option(help="Run directory; default runs/demo-<time>.")] = None,
-    seed: Annotated[int, typer.Option(help="Fixes tasks and initialisation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes tasks and initialisation.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     model: Annotated[str | None, typer.Option(help="Another model: hub repository or directory.")] = None,
     revision: Annotated[str | None, typer.Option(help="Full commit of a hub repository.")] = None,
     engine: Annotated[str, typer.Option(help="transformers (CPU) or vllm.")] = "transformers",
+    vllm_python: Annotated[Path | None, typer.Option(help="Interpreter of the environment that has vLLM.")] = None,
 ) -> None:
     """Watch a small language model learn: the whole system on this machine, in minutes."""
     from aether_coordinator.demo import run_demo
@@ -142,6 +151,7 @@ def demo(
             model=model,
             revision=revision,
             engine=engine,
+            worker_python=vllm_python,
         )
     )
 

@@ -9,12 +9,15 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import nats.errors
 from aether_common.bus import Bus
-from aether_common.errors import AetherError
-from aether_common.names import Names
+from aether_common.crash import crash_point
+from aether_common.errors import AetherError, MessageError
+from aether_common.names import Names, parse_job
 from aether_common.wire import Job, Kind, Reason, Reply, Sampling
 from loguru import logger
 from nats.js.errors import APIError
@@ -22,7 +25,7 @@ from nats.js.errors import APIError
 from aether_coordinator.fleet import Fleet, Worker
 from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
-from aether_coordinator.records import DispatchRecord, TurnRecord
+from aether_coordinator.records import DispatchRecord, GroupRecord, TurnRecord
 from aether_coordinator.status import Counters
 from aether_coordinator.streams import Streams
 
@@ -81,6 +84,21 @@ class Turn:
         )
 
 
+class Expected(NamedTuple):
+    """What a running attempt of an episode is sampled from."""
+
+    group: GroupRecord
+    adapter: str
+
+
+class Intake(Protocol):
+    """Where the replies come in."""
+
+    async def drained(self, sequence: int, timeout_s: float) -> bool:
+        """Wait until every reply up to `sequence` of the stream was taken."""
+        ...
+
+
 class Dispatcher:
     """Owns the turns that have no answer yet."""
 
@@ -98,6 +116,8 @@ class Dispatcher:
         self.orphans: dict[str, DispatchRecord] = {}
         """Dispatched before a restart and not asked for again yet."""
         self.closing = False
+        self.expected: Callable[[bytes], Expected | None] = lambda _: None
+        """What an answer under this journal key must be sampled from; None when its attempt is over."""
         self.fleet: Fleet
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -184,7 +204,9 @@ class Dispatcher:
 
     async def _publish(self, turn: Turn, worker: str, dispatch: int) -> None:
         """Record who gets the job, then put it on the lane; a refused publish is held and tried again."""
+        crash_point("job.before_record")
         await self._ledger.enqueue(Write("dispatches", turn.job.encode(), turn.record.encode()))
+        crash_point("job.before_publish")
         subject = self._names.job(worker, turn.kind, turn.version, turn.job)
         headers = {
             "Nats-Expected-Last-Subject-Sequence": "0",
@@ -195,6 +217,7 @@ class Dispatcher:
             await self._bus.connected.wait()
             try:
                 await self._streams.js.publish(subject, self._job(turn).encode(), timeout=10, headers=headers)
+                crash_point("job.after_publish")
                 return
             except APIError as error:
                 if error.err_code == WRONG_LAST_SEQUENCE:
@@ -216,7 +239,7 @@ class Dispatcher:
         return Job(
             job=turn.job,
             dispatch=turn.dispatch,
-            key=turn.key.digest,
+            key=turn.key.journal.decode(),
             kind=turn.kind,
             version=turn.version,
             adapter=turn.adapter,
@@ -332,10 +355,58 @@ class Dispatcher:
             self._tasks.create_task(self._purge(job))
         turn.answer.cancel()
 
-    async def reconcile(self) -> None:
-        """Publish again what is neither on a lane nor answered (after a reconnect or an empty store)."""
+    def adopt(self, record: DispatchRecord) -> None:
+        """A job that was dispatched before a restart; its turn attaches when its episode runs again."""
+        self.orphans[record.job] = record
+        if (holder := self.fleet.workers.get(record.worker)) is not None:
+            holder.jobs.add(record.job)
+
+    async def _adopt_pending(self, job: str, subject: str) -> None:
+        """A pending job whose record a crash took: rebuild the record from the job, or remove the job."""
+        worker, kind, version, _ = parse_job(subject)
+        try:
+            message = Job.decode(await self._streams.pending_job(subject))
+        except (MessageError, nats.errors.Error) as error:
+            logger.bind(job=job).warning("pending job cannot be read, removed: {!r}", error)
+            await self._purge(job)
+            return
+        record = DispatchRecord(
+            job=job,
+            worker=worker,
+            dispatch=message.dispatch,
+            journal=message.key.encode(),
+            kind="eval" if kind == "eval" else "train",
+            version=version,
+            adapter=message.adapter,
+            max_tokens=message.sampling.max_tokens,
+            group=0,
+            seed=message.seed,
+        )
+        await self._ledger.enqueue(Write("dispatches", job.encode(), record.encode()))
+        self.adopt(record)
+
+    async def reconcile(self, intake: "Intake") -> None:
+        """Publish again what is neither on a lane nor answered (after a reconnect or an empty store).
+
+        In this order: list the pending jobs, take every reply that is in the stream by then, publish the rest.
+        """
         pending = await self._streams.pending_jobs()
+        await intake.drained(await self._streams.last_reply(), timeout_s=30)
         assert self._tasks is not None
+        for job, subject in pending.items():
+            if job not in self.turns and job not in self.orphans:
+                await self._adopt_pending(job, subject)
+        for job, orphan in list(self.orphans.items()):
+            if self.expected(orphan.journal) is None:
+                del self.orphans[job]
+                await self._ledger.enqueue(Write("dispatches", job.encode(), None))
+                if job in pending:
+                    await self._purge(job)
+            elif job not in pending:
+                # Its job is gone and no reply came: its turn starts anew when it is asked for again.
+                self._free(orphan.worker, job)
+                self.orphans[job] = orphan.model_copy(update={"worker": ""})
+        self.fleet.books_complete = True
         for turn in list(self.turns.values()):
             if turn.worker is not None and turn.job not in pending:
                 self._tasks.create_task(self._publish(turn, turn.worker, turn.dispatch))

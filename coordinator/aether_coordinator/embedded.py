@@ -115,6 +115,12 @@ class EmbeddedServer:
             await asyncio.sleep(wait)
             await self._spawn()
 
+    def restart(self) -> None:
+        """End the server; `supervise` starts it again."""
+        if self._process is not None and self._process.returncode is None:
+            logger.warning("restarting nats-server")
+            self._process.kill()
+
     async def stop(self) -> None:
         if self._process is not None:
             await stop(self._process, grace_s=10)

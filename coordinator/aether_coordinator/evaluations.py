@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from aether_common.crash import crash_point
 from aether_common.files import write_durably
 
 from aether_coordinator.groups import Groups
@@ -49,6 +50,7 @@ class Evaluations:
         self._last = last_version
         self.running: dict[tuple[str, int], Evaluation] = {}
         self.done: dict[tuple[str, int], EvaluationStatus] = {}
+        self._forgotten: set[tuple[str, int]] = set()
 
     def path(self, source: str, version: int) -> Path:
         return self._directory / source / f"policy_{version:06d}.jsonl"
@@ -70,6 +72,10 @@ class Evaluations:
                 if group.state == "done":
                     evaluation.finished[group.task] = group
                     evaluation.rewards += finished_rewards(self._groups.recorded_episodes(group))
+
+        for evaluation in list(self.running.values()):
+            if len(evaluation.finished) == evaluation.total:
+                self._write(evaluation)
 
     def begin(self, version: int) -> None:
         """Note the evaluations that are due at a newly activated version."""
@@ -114,7 +120,9 @@ class Evaluations:
         ]
         path = self.path(evaluation.source, evaluation.version)
         path.parent.mkdir(parents=True, exist_ok=True)
+        crash_point("evaluation.before_write")
         write_durably(path, "".join(line + "\n" for line in lines).encode())
+        crash_point("evaluation.after_write")
         key = (evaluation.source, evaluation.version)
         del self.running[key]
         self.done[key] = _status(*key, len(lines), len(lines), evaluation.rewards)
@@ -128,6 +136,7 @@ class Evaluations:
                 users = [message for message in traces[-1].messages if message.role == "user"]
                 prompt, completion = str(users[-1].content) if users else "", traces[-1].last_reply
         return {
+            "group": group.id,
             "task": group.task,
             "task_name": task.name or "",
             "index": episode.index,
@@ -137,6 +146,16 @@ class Evaluations:
             "tokens": episode.tokens,
             "error": episode.error if episode.state == "failed" else "",
         }
+
+    def expired(self, first_kept: int) -> list[int]:
+        """Groups of finished evaluations of versions below `first_kept`, each time new ones only."""
+        found: list[int] = []
+        for source, version in set(self.done) - self._forgotten:
+            if version < first_kept:
+                self._forgotten.add((source, version))
+                lines = self.path(source, version).read_text().splitlines()
+                found += {json.loads(line)["group"] for line in lines}
+        return sorted(found)
 
     def versions(self) -> set[int]:
         """Versions under evaluation: their adapters stay."""

@@ -28,6 +28,8 @@ from aether_common.wire import (
 from loguru import logger
 from nats.aio.msg import Msg
 
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.records import WorkerRecord
 from aether_coordinator.status import WorkerStatus
 from aether_coordinator.streams import Streams
 
@@ -91,6 +93,7 @@ class Fleet:
         on_lost: Callable[[Worker, list[str]], None],
         on_room: Callable[[], None],
         on_bad_message: Callable[[], None],
+        ledger: Ledger,
     ) -> None:
         self._bus = bus
         self._names = names
@@ -102,13 +105,22 @@ class Fleet:
         self._on_lost = on_lost
         self._on_room = on_room
         self._on_bad_message = on_bad_message
+        self._ledger = ledger
         self._revision = 1
         self._news = asyncio.Event()
         self._cancelled: dict[str, set[str]] = {}
+        self.books_complete = False
+        """Until the first reconciliation after a start, jobs unknown here may be ours nevertheless."""
         self.workers: dict[str, Worker] = {}
         self.refused: dict[str, tuple[float, str]] = {}
         """(unix time, reason) by name of workers whose last registration was refused."""
         self._tasks: asyncio.TaskGroup | None = None
+
+    def load(self) -> None:
+        """Count the workers of before a restart as alive: they beat within seconds, or are declared dead."""
+        for _, value in self._ledger.scan("workers"):
+            record = WorkerRecord.decode(value)
+            self.workers[record.name] = Worker(**record.model_dump(), seen=time.monotonic(), engine_ready=False)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -156,19 +168,20 @@ class Fleet:
             return RegistrationAnswer(accepted=False, reason=reason)
         self.refused.pop(request.worker, None)
         await self._streams.declare_lane(request.worker, request.window)
-        known = self.workers.get(request.worker)
-        if known and known.incarnation != request.incarnation and known.jobs:
-            logger.info("worker {} came back, its earlier jobs are reassigned", request.worker)
-            self._give_up(known)
-        again = known is not None and known.incarnation == request.incarnation
-        worker = Worker(
+        record = WorkerRecord(
             name=request.worker,
             incarnation=request.incarnation,
             engine=request.engine,
             slots=request.slots,
             window=request.window,
-            seen=time.monotonic(),
         )
+        await self._ledger.commit(Write("workers", record.name.encode(), record.encode()))
+        known = self.workers.get(request.worker)
+        if known and known.incarnation != request.incarnation and known.jobs:
+            logger.info("worker {} came back, its earlier jobs are reassigned", request.worker)
+            self._give_up(known)
+        again = known is not None and known.incarnation == request.incarnation
+        worker = Worker(**record.model_dump(), seen=time.monotonic())
         if known and again:
             worker.jobs = known.jobs
         self.workers[request.worker] = worker
@@ -236,7 +249,7 @@ class Fleet:
 
     def _state(self, worker: Worker, running: dict[str, int]) -> DesiredState:
         # A job that it holds and that is not assigned to it counts no more.
-        stray = {job for job in running if job not in worker.jobs}
+        stray = {job for job in running if job not in worker.jobs} if self.books_complete else set[str]()
         return DesiredState(revision=self._revision, policies=self._wanted(), cancel=sorted(stray), drain=False)
 
     def _bump(self) -> None:

@@ -6,7 +6,6 @@ answered 503, one that the policy or the task caused 400; never with an empty co
 """
 
 import asyncio
-import hmac
 import json
 import secrets
 import time
@@ -19,12 +18,12 @@ from aether_common.arrays import pack_tokens, unpack_floats, unpack_tokens
 from aether_common.errors import AetherError
 from aether_common.wire import Sampling
 from aiohttp import web
-from loguru import logger
 from pydantic import ValidationError
 
 from aether_coordinator.dispatch import Dispatcher, PromptTooLong, Turn, TurnFailed
 from aether_coordinator.journal import Claims, request_digest
 from aether_coordinator.ledger import Ledger
+from aether_coordinator.loopback import check_local, check_secret, refuse, serve_loopback
 from aether_coordinator.records import EpisodeRecord, GroupRecord, TurnRecord
 from aether_coordinator.settings import SourceSettings
 from aether_coordinator.status import Counters
@@ -80,7 +79,6 @@ class Gateway:
         turn_deadline_s: float,
         stop_token_ids: frozenset[int],
         vocab_size: int,
-        status: Callable[[], str],
     ) -> None:
         self._ledger = ledger
         self._dispatcher = dispatcher
@@ -91,7 +89,6 @@ class Gateway:
         self._turn_deadline_s = turn_deadline_s
         self._stop_token_ids = stop_token_ids
         self._vocab_size = vocab_size
-        self._status = status
         self._episodes: dict[str, OpenEpisode] = {}
         self._calls = 0
         self.secret = secrets.token_urlsafe(32)
@@ -102,33 +99,19 @@ class Gateway:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/status", self._serve_status)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
-            try:
-                await site.start()
-            except OSError as error:
-                raise AetherError(
-                    f"gateway.port = {port}: the port is in use ({error.strerror}): set another, or 0 for a free one"
-                ) from error
-            self.port = runner.addresses[0][1]
+
+        def listening(actual: int) -> None:
+            self.port = actual
             ready()
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
+
+        await serve_loopback(app, port, "gateway.port", listening)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Only loopback names as host (no DNS rebinding), and the secret for everything but the status."""
-        if request.host.rsplit(":", 1)[0] not in ("127.0.0.1", "localhost") or "Origin" in request.headers:
-            return _refuse(403, "forbidden", "only local programs may use this endpoint")
-        if request.path != "/status":
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.secret.encode()):
-                return _refuse(401, "unauthorized", "the gateway's secret is missing or wrong")
-        return await handler(request)
+        refused = check_local(request)
+        if refused is None:
+            refused = check_secret(request, self.secret)
+        return refused if refused is not None else await handler(request)
 
     def open(self, episode: OpenEpisode) -> None:
         self._episodes[episode.model] = episode
@@ -141,28 +124,25 @@ class Gateway:
         # own length check off, and the gateway checks instead.
         return web.json_response({"object": "list", "data": []})
 
-    async def _serve_status(self, _: web.Request) -> web.Response:
-        return web.Response(text=self._status(), content_type="application/json")
-
     async def _generate(self, request: web.Request) -> web.Response:
         try:
             body = json.loads(await request.read())
             model = body["model"]
         except (ValueError, KeyError, TypeError) as error:
-            return _refuse(400, "invalid_request", f"not a generate request: {error!r}")
+            return refuse(400, "invalid_request", f"not a generate request: {error!r}")
         episode = self._episodes.get(model)
         if episode is None:
-            return _refuse(404, "unknown_model", f"model {model!r}: its episode is over or unknown here")
+            return refuse(404, "unknown_model", f"model {model!r}: its episode is over or unknown here")
         try:
             answer = await self._turn(episode, body, request.headers.get("X-Session-ID", episode.record.id))
         except (RequestRefused, PromptTooLong) as error:
             kind = CONTEXT_EXHAUSTED if isinstance(error, PromptTooLong) else "invalid_request"
-            return _refuse(400, kind, str(error))
+            return refuse(400, kind, str(error))
         except TurnFailed as error:
             episode.failure = str(error)
-            return _refuse(503, "aether_infrastructure", str(error))
+            return refuse(503, "aether_infrastructure", str(error))
         except (ValueError, KeyError, TypeError) as error:
-            return _refuse(400, "invalid_request", f"not a generate request: {error!r}")
+            return refuse(400, "invalid_request", f"not a generate request: {error!r}")
         return web.Response(body=_completion(answer), content_type="application/json")
 
     async def _turn(self, episode: OpenEpisode, body: dict[str, Any], session: str) -> TurnRecord:
@@ -242,9 +222,3 @@ def _completion(answer: TurnRecord) -> bytes:
     ]
     choice = {"token_ids": tokens, "finish_reason": answer.finish_reason, "logprobs": {"content": content}}
     return json.dumps({"request_id": answer.job, "choices": [choice]}).encode()
-
-
-def _refuse(status: int, kind: str, message: str) -> web.Response:
-    if status >= 500:
-        logger.debug("gateway answers {}: {}", status, message)
-    return web.json_response({"error": {"message": f"{kind}: {message}", "type": kind, "code": kind}}, status=status)

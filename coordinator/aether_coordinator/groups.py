@@ -7,14 +7,17 @@ that are open or wait for their batch are kept in memory.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+from aether_common.crash import crash_point
 from aether_common.digests import sha256_bytes
 from aether_common.files import write_durably
 from aether_common.wire import Kind
 from loguru import logger
 
 from aether_coordinator.ledger import Ledger, Write
-from aether_coordinator.records import EpisodeRecord, GroupRecord, RunRecord, SourceRecord, TurnRecord
+from aether_coordinator.records import EpisodeRecord, GroupRecord, RunRecord, SourceRecord, TurnRecord, number_key
+from aether_coordinator.retention import forget_traces
 from aether_coordinator.rollout import Outcome
 from aether_coordinator.score import is_uniform
 from aether_coordinator.status import Counters
@@ -53,6 +56,8 @@ class Groups:
                 self.groups[group.id] = group
                 for episode in self.recorded_episodes(group):
                     self.episodes[episode.id] = episode
+                if group.state == "ready":
+                    self.finished.put_nowait(group)
 
     def recorded_episodes(self, group: GroupRecord) -> list[EpisodeRecord]:
         """The episodes of any group, from the ledger, by index."""
@@ -80,7 +85,9 @@ class Groups:
             self.drawn[source] = drawn
             record = SourceRecord(name=source, drawn=drawn)
             writes.append(Write("sources", source.encode(), record.encode()))
+        crash_point("group.before_commit")
         await self._ledger.commit(*writes)
+        crash_point("group.after_commit")
         return group
 
     async def run_episode(
@@ -125,7 +132,9 @@ class Groups:
 
     async def _set(self, episode: EpisodeRecord, *others: Write) -> None:
         # Durable first: whoever sees a final episode reads its trace.
+        crash_point("episode.before_commit")
         await self._ledger.commit(Write("episodes", episode.key, episode.encode()), *others)
+        crash_point("episode.after_commit")
         if episode.id in self.episodes:
             self.episodes[episode.id] = episode
 
@@ -149,7 +158,9 @@ class Groups:
             self._counters.groups_uniform += 1
         scored = group.scored()
         self.groups[group.id] = scored
+        crash_point("score.before_commit")
         await self._ledger.commit(Write("groups", scored.key, scored.encode()))
+        crash_point("score.after_commit")
         self.finished.put_nowait(scored)
 
     async def drop(self, group: GroupRecord, reason: str) -> None:
@@ -158,8 +169,9 @@ class Groups:
         self._counters.groups_dropped += 1
         self._counters.tokens_dropped += sum(episode.tokens for episode in self.of(group))
         logger.bind(group=group.id).warning("group dropped: {}", reason)
+        recordings = forget_traces(self._ledger, self._traces, [(group, self.of(group))])
         self.forget([group.id])
-        await self._ledger.commit(Write("groups", dropped.key, dropped.encode()))
+        await self._ledger.commit(Write("groups", dropped.key, dropped.encode()), *recordings)
         self.finished.put_nowait(dropped)
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -174,7 +186,16 @@ class Groups:
         inline = self._ledger.get("traces", digest.encode())
         return inline if inline is not None else (self._traces / f"{digest}.msgpack").read_bytes()
 
-    def journal_deletions(self, group: GroupRecord) -> list[Write]:
-        """Deletes the journal of a group that is over."""
-        prefix = f"g{group.id:08d}-".encode()
-        return [Write("journal", key, None) for key, _ in self._ledger.scan("journal", prefix)]
+    async def set_run(self, **changes: Any) -> None:
+        """Change the record of the run itself."""
+        self.run = self.run.with_(**changes)
+        await self._ledger.commit(Write("run", b"run", self.run.encode()))
+
+    async def forget_recordings(self, numbers: Iterable[int], retained_from: int) -> None:
+        """Delete traces and journal of groups that are over; `retained_from` is the first kept step."""
+        recorded = [GroupRecord.decode(value) for n in numbers if (value := self._ledger.get("groups", number_key(n)))]
+        writes = forget_traces(
+            self._ledger, self._traces, [(group, self.recorded_episodes(group)) for group in recorded]
+        )
+        self.run = self.run.with_(retained_from=retained_from)
+        await self._ledger.commit(*writes, Write("run", b"run", self.run.encode()))

@@ -28,6 +28,12 @@ class TurnKey:
         """The key of the answer in the journal."""
         return f"{self.episode}/{self.attempt}/{self.digest}/{self.count:06d}".encode()
 
+    @staticmethod
+    def parse(journal: str) -> "TurnKey":
+        """The key that `journal` writes. Raises `ValueError` for anything else."""
+        episode, attempt, digest, count = journal.split("/")
+        return TurnKey(episode, int(attempt), digest, int(count))
+
     def job(self, run: str, seed: int) -> str:
         """The job id: 32 hex digits of H(run, key, k)."""
         return self._hash("job", run, seed).hex()[:32]

@@ -25,6 +25,7 @@ DATABASES = (
     "traces",
     "batches",
     "policies",
+    "workers",
 )
 MAP_SIZE = 1 << 40
 """Sparse: address space, not disk."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import nats.errors
 from aether_common.checkpoint import checkpoint_path, read_manifest, verify_adapter
+from aether_common.crash import crash_point
 from aether_common.digests import FileEntry, file_list_bytes
 from aether_common.identity import ModelIdentity
 from aether_common.wire import PolicyManifest, PolicyRef
 from loguru import logger
-from nats.js.errors import NotFoundError
+from nats.js.errors import NoKeysError, NotFoundError
 
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import PolicyRecord, number_key
@@ -27,14 +28,23 @@ GRACE_S = 120.0
 class Policies:
     """The activated policies of the run, and their artefacts on the bus."""
 
-    def __init__(self, ledger: Ledger, streams: Streams, run_root: Path, *, run: str, run_uuid: str) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        streams: Streams,
+        run_root: Path,
+        *,
+        run: str,
+        run_uuid: str,
+        identity: ModelIdentity,
+    ) -> None:
         self._ledger = ledger
         self._streams = streams
         self._run_root = run_root
         self._run = run
         self._run_uuid = run_uuid
         self._unused_since: dict[int, float] = {}
-        self.identity: ModelIdentity
+        self._identity = identity
         self.records: dict[int, PolicyRecord] = {}
         """By version; only those whose artefacts are on the bus."""
         self.newest = -1
@@ -46,9 +56,26 @@ class Policies:
             self.newest = max(self.newest, record.version)
             self.records[record.version] = record
 
+    async def report_newer(self) -> None:
+        """A bus that shows newer policies than the ledger is reported, never adopted."""
+        try:
+            keys = [int(key) for key in await self._streams.policies.keys() if key.isdigit()]
+        except NoKeysError:
+            return
+        if newer := sorted(key for key in keys if key > self.newest):
+            logger.error(
+                "the bus shows policies up to {}, this run directory ends at {}: older than the bus (restored from "
+                "a backup?); the run goes on from the run directory, the bus's newer policies are removed",
+                newer[-1],
+                self.newest,
+            )
+            for version in newer:
+                await self._streams.policies.delete(str(version))
+
     async def publish(self, version: int) -> PolicyRecord:
         """Verify checkpoint `version`, put its adapter on the bus, activate the policy. Idempotent."""
         manifest = verify_adapter(self._run_root, version)
+        crash_point("policy.before_put")
         await self._put_adapter(version, manifest.files)
         known = self.records.get(version)
         if known is not None:
@@ -63,10 +90,13 @@ class Policies:
             dtype=manifest.dtype,
             activated_s=time.time(),
         )
+        crash_point("policy.before_commit")
         await self._ledger.commit(Write("policies", number_key(version), record.encode()))
+        crash_point("policy.before_show")
         self.records[version] = record
         self.newest = max(self.newest, version)
         await self._show(record)
+        crash_point("policy.after_show")
         logger.bind(policy=version).info("policy {} is active ({})", version, record.adapter[:12])
         return record
 
@@ -97,7 +127,7 @@ class Policies:
         manifest = PolicyManifest(
             run=self._run,
             run_uuid=self._run_uuid,
-            base_model=self.identity,
+            base_model=self._identity,
             **record.model_dump(exclude={"activated_s"}),
         )
         await self._streams.policies.put(str(record.version), manifest.model_dump_json().encode())

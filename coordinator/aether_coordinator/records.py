@@ -11,7 +11,8 @@ from aether_common.errors import AetherError
 from aether_common.wire import Kind, pack
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA = 1
+SCHEMA = 2
+"""Raised with every change that old records do not fit; see `migrations`."""
 
 
 class StateError(AetherError):
@@ -48,6 +49,10 @@ class RunRecord(Record):
     started_s: float = 0.0
     """Unix time at which the first train group was opened; 0 before."""
     next_group: int = 1
+    paused: bool = False
+    """No new groups until `resume`."""
+    retained_from: int = 0
+    """Steps below have no batch, traces, journal and checkpoint any more."""
 
 
 class SourceRecord(Record):
@@ -154,6 +159,8 @@ class TurnRecord(Record):
     job: str
     worker: str
     dispatch: int
+    reply: str
+    """SHA-256 of the reply message; empty in records of schema 1."""
     version: int
     adapter: str
     tokens: bytes
@@ -203,6 +210,16 @@ class PolicyRecord(Record):
     target_modules: list[str]
     dtype: str
     activated_s: float
+
+
+class WorkerRecord(Record):
+    """The newest accepted registration of a worker: a restarted coordinator knows who holds its jobs."""
+
+    name: str
+    incarnation: str
+    engine: str
+    slots: int
+    window: int
 
 
 def number_key(number: int) -> bytes:

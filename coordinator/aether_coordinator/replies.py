@@ -9,6 +9,8 @@ import contextlib
 
 import nats.errors
 from aether_common.bus import Bus
+from aether_common.crash import crash_point
+from aether_common.digests import sha256_bytes
 from aether_common.errors import MessageError
 from aether_common.names import Names, parse_reply
 from aether_common.pull import PullLoop
@@ -17,6 +19,7 @@ from loguru import logger
 from nats.aio.msg import Msg
 
 from aether_coordinator.dispatch import Dispatcher
+from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import DispatchRecord, TurnRecord
 from aether_coordinator.status import Counters
@@ -28,11 +31,14 @@ WINDOW = 2048
 class ReplyIntake:
     """Pulls the reply stream, in order."""
 
-    def __init__(self, bus: Bus, names: Names, ledger: Ledger, dispatcher: Dispatcher, counters: Counters) -> None:
+    def __init__(
+        self, bus: Bus, names: Names, ledger: Ledger, dispatcher: Dispatcher, counters: Counters, run_seed: int
+    ) -> None:
         self._names = names
         self._ledger = ledger
         self._dispatcher = dispatcher
         self._counters = counters
+        self._run_seed = run_seed
         self._queue: asyncio.Queue[Msg] = asyncio.Queue()
         self._loop = PullLoop(
             bus,
@@ -68,9 +74,11 @@ class ReplyIntake:
     async def _acknowledge(self, message: Msg, committed: asyncio.Future[None] | None) -> None:
         if committed is not None:
             await committed
+        crash_point("reply.before_ack")
         # Lost with the connection: it comes again, is found journaled and counts as a duplicate.
         with contextlib.suppress(nats.errors.Error):
             await message.ack()
+        crash_point("reply.after_ack")
         self._loop.release()
         self._processed = max(self._processed, message.metadata.sequence.stream)
         self._progress.set()
@@ -87,7 +95,7 @@ class ReplyIntake:
             logger.bind(job=job, worker=worker).warning("bad reply dropped: {}", error)
             return None
         self._counters.replies += 1
-        record = self._record(job)
+        record = self._record(job) or self._rebuild(reply)
         if record is None:
             self._counters.replies_duplicate += 1
             logger.bind(job=job, worker=worker).debug("reply for an unknown or answered job dropped")
@@ -113,6 +121,7 @@ class ReplyIntake:
             job=job,
             worker=worker,
             dispatch=reply.dispatch,
+            reply=sha256_bytes(message.data),
             version=reply.version,
             adapter=reply.adapter,
             tokens=reply.tokens,
@@ -122,6 +131,7 @@ class ReplyIntake:
         tokens = len(reply.tokens) // 4
         self.tokens += tokens
         self._counters.tokens_generated += tokens
+        crash_point("reply.before_record")
         committed = await self._ledger.enqueue(
             Write("journal", record.journal, answer.encode()), Write("dispatches", job.encode(), None)
         )
@@ -135,6 +145,38 @@ class ReplyIntake:
         if turn is not None and turn.worker is not None:
             return turn.record
         return self._dispatcher.orphans.get(job)
+
+    def _identify(self, key: str) -> tuple[str, int] | None:
+        """Job id and seed of a journal key, None if it is none."""
+        try:
+            turn = TurnKey.parse(key)
+        except ValueError:
+            return None
+        return turn.job(self._names.run, self._run_seed), turn.job_seed(self._names.run, self._run_seed)
+
+    def _rebuild(self, reply: Reply) -> DispatchRecord | None:
+        """The record that a crash took before it was durable, from the reply of its job.
+
+        Only for a running attempt that has no answer under this key, and for the dispatch that comes next.
+        """
+        expected = self._dispatcher.expected(reply.key.encode())
+        turn = self._dispatcher.turns.get(reply.job)
+        if expected is None or self._ledger.get("journal", reply.key.encode()) is not None:
+            return None
+        if (turn.dispatch if turn else 0) != reply.dispatch or self._identify(reply.key) != (reply.job, reply.seed):
+            return None
+        return DispatchRecord(
+            job=reply.job,
+            worker=reply.worker,
+            dispatch=reply.dispatch,
+            journal=reply.key.encode(),
+            kind=expected.group.kind,
+            version=expected.group.version,
+            adapter=expected.adapter,
+            max_tokens=turn.sampling.max_tokens if turn else len(reply.tokens) // 4,
+            group=expected.group.id,
+            seed=reply.seed,
+        )
 
 
 def check_reply(reply: Reply, record: DispatchRecord) -> str:

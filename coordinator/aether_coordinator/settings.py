@@ -44,7 +44,14 @@ class NatsSettings(Section):
 
 
 class GatewaySettings(Section):
-    """The loopback endpoint that verifiers' train client calls, and `status`."""
+    """The loopback endpoint that verifiers' train client calls."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free one."""
+
+
+class ControlSettings(Section):
+    """The loopback endpoint behind `status`, `pause` and `resume`."""
 
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one."""
@@ -132,6 +139,8 @@ class EpisodeSettings(Section):
     """Runs of one episode that infrastructure made fail before the group is dropped."""
     timeout_s: float = Field(default=3600.0, gt=0)
     """Time of one episode without the time its turns waited for a worker."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """How long a stop waits for running episodes; what is not finished then stays journaled and runs again."""
     turn_deadline_s: float = Field(default=1800.0, gt=0)
     """Time of one turn, waiting included, before it fails as infrastructure."""
 
@@ -143,8 +152,31 @@ class TrainerProcess(Section):
     """Its settings file (`trainer.toml`)."""
     python: Path | None = None
     """Interpreter of the trainer's environment; unset: this one."""
+    stall_s: float = Field(default=1800.0, gt=0)
+    """Seconds without a sign of progress, start and one step included, after which it is killed and restarted."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts without a new checkpoint before the run stops."""
+
+
+class RetentionSettings(Section):
+    """What old steps leave behind."""
+
+    keep_steps: int | None = Field(default=100, ge=2)
+    """Batches, traces, turn journal and checkpoints of so many newest steps are kept; None (`"none"`) keeps all."""
+
+    @field_validator("keep_steps", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value == "none" else value
+
+
+class WatchdogSettings(Section):
+    """What happens when the run stands still."""
+
+    after_s: float = Field(default=900.0, gt=0)
+    """Seconds without a completed step after which the log says what the run waits for."""
+    stop: bool = False
+    """Stop then, with exit code 11."""
 
 
 class ServerSettings(Settings):
@@ -173,8 +205,11 @@ class ServerSettings(Settings):
     batch: BatchSettings = BatchSettings()
     episodes: EpisodeSettings = EpisodeSettings()
     trainer: TrainerProcess
+    retention: RetentionSettings = RetentionSettings()
+    watchdog: WatchdogSettings = WatchdogSettings()
     nats: NatsSettings = NatsSettings()
     gateway: GatewaySettings = GatewaySettings()
+    control: ControlSettings = ControlSettings()
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     @field_validator("run")

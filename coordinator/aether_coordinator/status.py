@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-RunState = Literal["starting", "running", "draining", "finished", "failed"]
+RunState = Literal["starting", "running", "paused", "draining", "finished", "failed"]
 
 
 class _Part(BaseModel):
@@ -88,6 +88,8 @@ class RunStatus(_Part):
     """-1 until policy 0 is active."""
     step_share: float = 0.0
     """Share (0..1) of the step in progress: groups ready, then trained tokens."""
+    waits_for: list[str] = []
+    """What the run waits for, when no step was completed for `watchdog.after_s`."""
     groups_open: int = 0
     groups_ready: int = 0
     groups_per_batch: int = 0

@@ -148,6 +148,16 @@ class Streams:
         info = await self.js.stream_info(stream)
         await self.js.update_stream(info.config.evolve(metadata=self._metadata))
 
+    async def healthy(self) -> bool:
+        """Whether all streams are there and answer."""
+        names = self._names
+        try:
+            for stream in (names.jobs, names.replies, f"KV_{names.policies}", names.artifacts_stream):
+                await self.js.stream_info(stream)
+        except (Error, TimeoutError):
+            return False
+        return True
+
     async def declare_lane(self, worker: str, window: int) -> None:
         """The durable consumer of a worker: its own lane, at most `window` unacknowledged jobs."""
         await self.js.add_consumer(
@@ -172,6 +182,10 @@ class Streams:
         """Job id to subject of every job on a lane, delivered or not."""
         info = await self.js.stream_info(self._names.jobs, subjects_filter=self._names.all_jobs)
         return {subject.rsplit(".", 1)[-1]: subject for subject in (info.state.subjects or {})}
+
+    async def pending_job(self, subject: str) -> bytes:
+        """The job message that is pending on a subject."""
+        return (await self.js.get_last_msg(self._names.jobs, subject)).data or b""
 
     async def last_reply(self) -> int:
         """Sequence of the newest reply in the stream."""

@@ -21,14 +21,20 @@ class Trainer:
     """Runs `aether_trainer` and restarts it from its last complete checkpoint."""
 
     def __init__(
-        self, settings: ServerSettings, on_checkpoint: Callable[[int, dict[str, float]], Awaitable[None]]
+        self,
+        settings: ServerSettings,
+        on_checkpoint: Callable[[int, dict[str, float]], Awaitable[None]],
+        *,
+        busy: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._on_checkpoint = on_checkpoint
+        self._busy = busy
         self._log = settings.run_root / "logs" / "trainer.log"
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._failure = ""
+        self._hangs = False
         self.share = 0.0
         """Share of the step in progress that is trained."""
         self.ready = False
@@ -70,11 +76,12 @@ class Trainer:
 
     async def _run_once(self) -> int:
         self._failure, self.ready = "", False
+        self._hangs = False
         process = await spawn(self.command(), log=self._log, pipes=True)
         self._process = process
         assert process.stdout is not None
         try:
-            while line := await process.stdout.readline():
+            while line := await self._next_line(process.stdout):
                 message = decode_from_trainer(line)
                 if isinstance(message, Ready):
                     self._check_identity(message.identity)
@@ -89,11 +96,25 @@ class Trainer:
                     self._failure = message.message
                 elif message is None:
                     logger.debug("trainer: {}", line.decode(errors="replace").rstrip())
-            return await process.wait()
+            if not self._hangs:
+                return await process.wait()
         finally:
             self.ready = False
-            if process.returncode is None:
-                await stop(process, grace_s=2)
+            status = await stop(process, grace_s=2)
+        return status
+
+    async def _next_line(self, output: asyncio.StreamReader) -> bytes:
+        """The next line, empty at the end or when the trainer hangs: nothing heard though there is work."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.trainer.stall_s):
+                    return await output.readline()
+            except TimeoutError:
+                if not self.ready or self._busy():
+                    self._hangs = True
+                    self._failure = f"no progress for {self._settings.trainer.stall_s:.0f} s"
+                    logger.error("the trainer hangs ({}): ending it", self._failure)
+                    return b""
 
     def _check_identity(self, identity: ModelIdentity) -> None:
         if lines := differences(self._settings.base_model, identity):

@@ -40,6 +40,7 @@ class Answers:
             job=turn.job,
             worker="w",
             dispatch=0,
+            reply="",
             version=turn.version,
             adapter=turn.adapter,
             tokens=pack_tokens(answer),
@@ -67,7 +68,6 @@ class Setup:
             turn_deadline_s=60,
             stop_token_ids=frozenset({STOP}),
             vocab_size=259,
-            status=lambda: json.dumps({"state": "running"}),
         )
         settings = TrainSource.model_validate(
             {"name": "s", "taskset": "aether_lowercase", "sampling": {"temperature": 0.7, "max_tokens": 12}}
@@ -168,6 +168,7 @@ async def test_a_journaled_answer_is_replayed_without_a_job(setup, tmp_path):
         job=turn.job,
         worker="w",
         dispatch=0,
+        reply="",
         version=5,
         adapter=ADAPTER,
         tokens=pack_tokens(completion),
@@ -217,8 +218,6 @@ async def test_strangers_are_refused(setup):
     assert (await post(run, {}, Origin="http://evil.example"))[0] == 403
     assert (await post(run, "no map"))[0] == 400
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"http://127.0.0.1:{run.gateway.port}/status") as response:
-            assert (response.status, await response.json()) == (200, {"state": "running"})
         async with session.get(
             f"http://127.0.0.1:{run.gateway.port}/v1/models", headers={"Authorization": f"Bearer {run.gateway.secret}"}
         ) as response:

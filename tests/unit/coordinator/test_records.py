@@ -50,7 +50,15 @@ def test_a_failed_attempt_counts():
 
 def test_records_survive_their_encoding():
     record = TurnRecord(
-        job="j", worker="w", dispatch=1, version=2, adapter="a", tokens=b"1234", logprobs=b"1234", finish_reason="stop"
+        job="j",
+        worker="w",
+        dispatch=1,
+        reply="r",
+        version=2,
+        adapter="a",
+        tokens=b"1234",
+        logprobs=b"1234",
+        finish_reason="stop",
     )
     assert TurnRecord.decode(record.encode()) == record
     assert episode_id(12, 3) == "g00000012-e003"

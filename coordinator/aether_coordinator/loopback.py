@@ -1,0 +1,48 @@
+"""HTTP on loopback: who may call, and serving an application until cancelled."""
+
+import asyncio
+import hmac
+from collections.abc import Callable
+
+from aether_common.errors import AetherError
+from aiohttp import web
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+def refuse(status: int, kind: str, message: str) -> web.Response:
+    """An error answer in the shape of the OpenAI interface."""
+    return web.json_response({"error": {"message": f"{kind}: {message}", "type": kind, "code": kind}}, status=status)
+
+
+def check_local(request: web.Request) -> web.Response | None:
+    """An answer for callers that are no local program: another host name (DNS rebinding) or a browser's origin."""
+    if request.host.rsplit(":", 1)[0] not in LOCAL or "Origin" in request.headers:
+        return refuse(403, "forbidden", "only local programs may use this endpoint")
+    return None
+
+
+def check_secret(request: web.Request, secret: str) -> web.Response | None:
+    """An answer for callers without the secret as bearer token."""
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), secret.encode()):
+        return refuse(401, "unauthorized", "the secret is missing or wrong")
+    return None
+
+
+async def serve_loopback(app: web.Application, port: int, setting: str, listening: Callable[[int], None]) -> None:
+    """Serve `app` on 127.0.0.1 until cancelled; `listening` gets the port. Raises `AetherError` when it is taken."""
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
+        try:
+            await site.start()
+        except OSError as error:
+            raise AetherError(
+                f"{setting} = {port}: the port is in use ({error.strerror}): set another, or 0 for a free one"
+            ) from error
+        listening(runner.addresses[0][1])
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,38 @@
+"""Forward migration of the state: one function per schema version, applied in one transaction each."""
+
+from collections.abc import Callable
+
+import msgpack
+from aether_common.errors import RunDirectoryError
+from aether_common.wire import pack
+from loguru import logger
+
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.records import SCHEMA
+
+
+def _to_2(ledger: Ledger) -> list[Write]:
+    """The journal names the reply that an answer came from; older ones did not record it."""
+    return [
+        Write("journal", key, pack({"reply": "", **msgpack.unpackb(value)})) for key, value in ledger.scan("journal")
+    ]
+
+
+MIGRATIONS: dict[int, Callable[[Ledger], list[Write]]] = {2: _to_2}
+
+
+def migrate(ledger: Ledger) -> None:
+    """Bring the state to this release's schema. Raises `RunDirectoryError` for a newer one."""
+    recorded = ledger.get("run", b"run")
+    if recorded is None:
+        return
+    run = msgpack.unpackb(recorded)
+    version = run["schema_version"]
+    if version > SCHEMA:
+        raise RunDirectoryError(
+            f"the state has schema {version}, this release knows {SCHEMA}: use the release that wrote it"
+        )
+    for target in range(version + 1, SCHEMA + 1):
+        run["schema_version"] = target
+        ledger.commit_now(*MIGRATIONS[target](ledger), Write("run", b"run", pack(run)))
+        logger.info("state migrated to schema {}", target)

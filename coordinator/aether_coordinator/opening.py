@@ -1,0 +1,58 @@
+"""Opening a run: the recorded one if there is one, and what may differ from its settings."""
+
+import json
+import time
+import uuid
+
+from aether_common.errors import ConfigError, RunDirectoryError
+from loguru import logger
+
+from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.migrations import migrate
+from aether_coordinator.records import RunRecord
+from aether_coordinator.settings import ServerSettings
+
+MAY_CHANGE = {
+    "steps",
+    "model",
+    "run_root",
+    "episodes",
+    "trainer",
+    "nats",
+    "gateway",
+    "control",
+    "retention",
+    "watchdog",
+    "log_level",
+}
+"""Settings that may differ when a run is resumed."""
+
+
+def open_run(ledger: Ledger, settings: ServerSettings) -> RunRecord:
+    """The recorded run, or a new one. Raises `RunDirectoryError` or `ConfigError` when it does not fit."""
+    migrate(ledger)
+    now = settings.model_dump(mode="json")
+    recorded = ledger.get("run", b"run")
+    if recorded is None:
+        run = RunRecord(run=settings.run, uuid=uuid.uuid4().hex, created_s=time.time(), settings=json.dumps(now))
+        ledger.commit_now(Write("run", b"run", run.encode()))
+        return run
+    run = RunRecord.decode(recorded)
+    if run.run != settings.run:
+        raise RunDirectoryError(
+            f"{settings.run_root} belongs to run {run.run!r}, not {settings.run!r}: choose another run_root"
+        )
+    before = json.loads(run.settings)
+    # A table that did not exist when the run began had its defaults then.
+    changed = [key for key in now if key in before and now[key] != before[key]]
+    if refused := [key for key in changed if key not in MAY_CHANGE]:
+        key = refused[0]
+        raise ConfigError(
+            f"{key} was {before.get(key)!r} when run {run.run!r} began and is {now[key]!r} now: "
+            f"put it back (these may change on resume: {', '.join(sorted(MAY_CHANGE))})"
+        )
+    if changed:
+        logger.info("resumed with changed settings: {}", ", ".join(changed))
+        run = run.with_(settings=json.dumps(now))
+        ledger.commit_now(Write("run", b"run", run.encode()))
+    return run
