@@ -5,6 +5,7 @@ The bytes of a batch depend only on the recorded groups and traces.
 
 import asyncio
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from aether_common.batch import Batch, Sample, batch_path
@@ -24,6 +25,31 @@ from aether_coordinator.settings import ServerSettings
 from aether_coordinator.status import Counters
 
 
+def temporary_path(run_root: Path, step: int) -> Path:
+    """Where a batch lies between its writing and its renaming."""
+    path = batch_path(run_root, step)
+    return path.with_name(f"{TEMPORARY}{path.name}")
+
+
+def build_batch(
+    run: str,
+    step: int,
+    groups: list[GroupRecord],
+    episodes: dict[int, list[EpisodeRecord]],
+    temperatures: Mapping[str, float],
+    trace: Callable[[str], bytes],
+) -> tuple[bytes, int]:
+    """The bytes of a batch and its number of sampled tokens: a function of what is recorded."""
+    samples: list[Sample] = []
+    for group in groups:
+        done = [episode for episode in episodes[group.id] if episode.state == "done"]
+        advantages = mean_centred([episode.reward for episode in done])
+        for episode, advantage in zip(done, advantages, strict=True):
+            recorded = decode_episode(trace(episode.trace))
+            samples += episode_samples(recorded, episode, group, advantage, temperatures[group.source])
+    return Batch(run=run, step=step, samples=samples).encode(), sum(sample.sampled_count() for sample in samples)
+
+
 class Batches:
     """The committed batches of the run."""
 
@@ -32,6 +58,7 @@ class Batches:
         self._ledger = ledger
         self._groups = groups
         self._counters = counters
+        self._temperatures = {source.name: source.sampling.temperature for source in settings.train}
         self.records: dict[int, BatchRecord] = {}
         (settings.run_root / "batches").mkdir(parents=True, exist_ok=True)
 
@@ -58,7 +85,9 @@ class Batches:
         """Write, commit and publish (as a file) the batch of the next step."""
         step = self.next_step
         episodes = {group.id: self._groups.of(group) for group in groups}
-        data, tokens = await asyncio.to_thread(self._build, step, groups, episodes)
+        data, tokens = await asyncio.to_thread(
+            build_batch, self._settings.run, step, groups, episodes, self._temperatures, self._groups.trace
+        )
         rewards = [episode.reward for group in groups for episode in episodes[group.id] if episode.state == "done"]
         record = BatchRecord(
             step=step,
@@ -88,27 +117,8 @@ class Batches:
         )
         return record
 
-    def _build(
-        self, step: int, groups: list[GroupRecord], episodes: dict[int, list[EpisodeRecord]]
-    ) -> tuple[bytes, int]:
-        """The bytes of a batch and its number of sampled tokens."""
-        temperatures = {source.name: source.sampling.temperature for source in self._settings.train}
-        samples: list[Sample] = []
-        for group in groups:
-            done = [episode for episode in episodes[group.id] if episode.state == "done"]
-            advantages = mean_centred([episode.reward for episode in done])
-            for episode, advantage in zip(done, advantages, strict=True):
-                trace = decode_episode(self._groups.trace(episode.trace))
-                samples += episode_samples(trace, episode, group, advantage, temperatures[group.source])
-        batch = Batch(run=self._settings.run, step=step, samples=samples)
-        return batch.encode(), sum(sample.sampled_count() for sample in samples)
-
-    def _temporary(self, step: int) -> Path:
-        path = batch_path(self._settings.run_root, step)
-        return path.with_name(f"{TEMPORARY}{path.name}")
-
     def _write_temporary(self, step: int, data: bytes) -> None:
-        path = self._temporary(step)
+        path = temporary_path(self._settings.run_root, step)
         try:
             with path.open("wb") as file:
                 file.write(data)
@@ -119,7 +129,10 @@ class Batches:
             raise disk_error(error, path) from error
 
     def _rename(self, record: BatchRecord) -> None:
-        path, temporary = batch_path(self._settings.run_root, record.step), self._temporary(record.step)
+        path, temporary = (
+            batch_path(self._settings.run_root, record.step),
+            temporary_path(self._settings.run_root, record.step),
+        )
         if not temporary.is_file() or sha256_file(temporary) != record.digest:
             raise RunDirectoryError(
                 f"the committed batch of step {record.step} is missing: neither {path} nor {temporary} holds it"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from aether_common.errors import AetherError, ConfigError
+from aether_common.files import write_durably
 from aether_common.logs import configure
 
 from aether_coordinator.settings import ServerSettings
@@ -109,6 +110,37 @@ def resume(config: ConfigOrRoot = Path("server.toml")) -> None:
     """Go on after `pause`."""
     call_coordinator(config, "/resume", post=True)
     typer.echo("resumed")
+
+
+RunRoot = Annotated[Path, typer.Argument(help="The run directory.")]
+
+
+@app.command()
+def verify(run_root: RunRoot) -> None:
+    """Check the invariants of a stopped run; exit status 1 if one is violated."""
+    from aether_coordinator.verify import verify as check_invariants
+
+    findings = check_invariants(run_root)
+    for finding in findings:
+        verdict = f"{finding.violations} VIOLATIONS, first: {finding.first}" if finding.violations else "ok"
+        typer.echo(f"{finding.invariant:<24} {finding.checked:>8} checked  {verdict}")
+    raise typer.Exit(1 if any(finding.violations for finding in findings) else 0)
+
+
+@app.command("export-batch")
+def export_batch(
+    run_root: RunRoot,
+    step: Annotated[int, typer.Argument(min=1, help="The training step.")],
+    output: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
+) -> None:
+    """Write the batch of a step as JSON lines, one sample each."""
+    from aether_coordinator.export import batch_lines
+
+    text = "".join(line + "\n" for line in batch_lines(run_root, step))
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_durably(output, text.encode())
 
 
 @worker_app.command("add")

@@ -16,6 +16,7 @@ from aether_common.checkpoint import (
     checkpoint_path,
     read_manifest,
 )
+from aether_common.crash import crash_point
 from aether_common.digests import file_list_digest, list_files, sha256_bytes
 from aether_common.errors import ConfigError, IdentityError, RunDirectoryError
 from aether_common.files import write_directory_durably
@@ -104,8 +105,10 @@ def write_checkpoint(
         )
         (directory / "manifest.json").write_text(manifest.model_dump_json(indent=2))
         manifests.append(manifest)
+        crash_point("checkpoint.before_fsync")
 
     write_directory_durably(checkpoint_path(run_root, step), fill)
+    crash_point("checkpoint.after_rename")
     return manifests[0]
 
 

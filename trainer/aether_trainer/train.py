@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from aether_common.batch import Batch, batch_path, read_batch
 from aether_common.checkpoint import complete_steps
+from aether_common.crash import crash_point
 from aether_common.errors import MessageError, RunDirectoryError, TrainerError
 from aether_common.identity import compute_identity
 from aether_common.pipe import CheckpointWritten, Progress, Ready
@@ -57,6 +58,7 @@ def train(settings: TrainerSettings, run_root: Path, run: str, renderer: str, li
             continue
         with phases("load"):
             batch, digest = _read_batch(path, run, step, policy.model.config.get_text_config().vocab_size)
+        crash_point("step.before_forward")
         with logger.contextualize(step=step):
             result = train_step(
                 policy,
@@ -67,6 +69,7 @@ def train(settings: TrainerSettings, run_root: Path, run: str, renderer: str, li
                 phases=phases,
                 progress=_reporter(link, step),
             )
+            crash_point("step.after_update")
             updates += not result.skipped
             skipped = skipped + 1 if result.skipped else 0
             metrics = result.metrics | phases.seconds

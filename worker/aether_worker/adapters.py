@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from aether_common.checkpoint import ADAPTER_FILES
+from aether_common.crash import crash_point
 from aether_common.digests import FileEntry, file_list_digest, list_files, parse_file_list, sha256_bytes
 from aether_common.errors import AetherError
 from aether_common.files import TEMPORARY, fsync_directory, fsync_tree, remove_temporaries
@@ -88,8 +89,10 @@ class AdapterCache:
                 temporary.mkdir()
                 await self._download(digest, temporary)
                 await asyncio.to_thread(fsync_tree, temporary)
+                crash_point("adapter.before_rename")
                 temporary.rename(target)
                 fsync_directory(self._directory)
+                crash_point("adapter.after_rename")
                 return target
             except ArtifactError as error:
                 problem = str(error)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import nats.errors
 from aether_common.arrays import pack_floats, pack_tokens, unpack_tokens
 from aether_common.bus import Bus
+from aether_common.crash import crash_point
 from aether_common.errors import EngineError, MessageError
 from aether_common.names import Names, parse_job
 from aether_common.pull import PullLoop
@@ -160,12 +161,15 @@ class Lane:
             held = Held(message, job, prompt, time.monotonic())
             self._held[job_id] = held
             self._empty.clear()
+            crash_point("worker.after_pull")
             held.task = self._tasks.create_task(self._hold(held))
 
     async def _hold(self, held: Held) -> None:
         try:
             reply = await self._answer(held)
+            crash_point("worker.before_reply")
             await self._replies.publish(reply)
+            crash_point("worker.before_ack")
             while held.job.dispatch != reply.dispatch:
                 # Reassigned to this worker while it was answered: the new dispatch wants its own reply.
                 if reply.kind is ReplyKind.OK:
@@ -178,6 +182,7 @@ class Lane:
             while len(self._answered) > REMEMBERED:
                 self._answered.popitem(last=False)
             await self._acknowledge(held.message)
+            crash_point("worker.after_ack")
         finally:
             del self._held[held.job.job]
             if not self._held:
