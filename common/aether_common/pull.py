@@ -8,12 +8,13 @@ a status message, after two missed heartbeats and on reconnect; nothing else mak
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import nats.errors
 from loguru import logger
 from nats.aio.msg import Msg
+from nats.js.api import Header
 
 from aether_common.bus import Bus
 
@@ -22,6 +23,10 @@ HEARTBEAT_S = 5.0
 MAX_BYTES = 32 << 20
 RETRY_S = 0.5
 _REQUESTS = 2
+_AS_ASKED = ("404", "408")
+"""A request ends with one of these when nothing came, or not all, until it expired."""
+_COMPLETED = "batch completed"
+"""A request for whose last message the server has just sent: status 409 like an error, but none."""
 
 
 class PullLoop:
@@ -36,8 +41,10 @@ class PullLoop:
         self._window = window
         self._deliver = deliver
         self._inbox = bus.client.new_inbox()
-        self._requests: dict[str, int] = {}
-        self._heard: dict[str, float] = {}
+        self._requests: dict[str, float] = {}
+        """time.monotonic() of the last sign of life, by request."""
+        self._requested = 0
+        """Messages that may still come. A message does not say which request it answers: the server takes turns."""
         self._in_hand = 0
         self._number = 0
         self._wake = asyncio.Event()
@@ -53,7 +60,8 @@ class PullLoop:
     def release(self) -> None:
         """One delivered message is finished: its credit is free again."""
         self._in_hand -= 1
-        self._wake.set()
+        if self._due():
+            self._wake.set()
 
     def pause(self) -> None:
         """Ask for nothing more; what was requested may still arrive."""
@@ -67,26 +75,30 @@ class PullLoop:
                 self._wake.clear()
                 await self._bus.connected.wait()
                 self._drop_silent_requests()
-                await self._ask()
+                if self._due():
+                    await self._ask()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), HEARTBEAT_S)
         finally:
             with suppress(Exception):
                 await subscription.unsubscribe()
 
+    def _due(self) -> int:
+        """How many messages to ask for now: nothing before half of the window is free."""
+        free = self._window - self._in_hand - self._requested
+        if self._paused or free <= 0 or (self._requested and free < (self._window + 1) // 2):
+            return 0
+        return free if len(self._requests) < _REQUESTS else 0
+
     async def _ask(self) -> None:
-        requested = sum(self._requests.values())
-        free = self._window - self._in_hand - requested
-        if self._paused or free <= 0 or (requested and free < (self._window + 1) // 2):
-            return
-        if len(self._requests) >= _REQUESTS:
-            return
         if (wait := self._not_before - time.monotonic()) > 0:
             await asyncio.sleep(wait)
+        if not (free := self._due()):
+            return
         self._number += 1
         token = str(self._number)
-        self._requests[token] = free
-        self._heard[token] = time.monotonic()
+        self._requests[token] = time.monotonic()
+        self._requested += free
         body = {
             "batch": free,
             "max_bytes": MAX_BYTES,
@@ -100,40 +112,49 @@ class PullLoop:
             )
         except nats.errors.Error as error:
             logger.debug("pull failed: {}", error)
-            self._end(token, RETRY_S)
+            self._end(token, free, RETRY_S)
 
     async def _receive(self, message: Msg) -> None:
-        token = message.subject.rsplit(".", 1)[-1]
-        self._heard[token] = time.monotonic()
-        status = (message.headers or {}).get("Status") if not message.reply else None
-        if status == "100":
+        if message.headers and not message.reply and (status := message.headers.get("Status")) is not None:
+            self._told(message.subject.rsplit(".", 1)[-1], status, message.headers)
             return
-        if status is not None:
-            # 404 and 408 end a request as asked; 409 (limits, consumer deleted) and 503 (no leader,
-            # server starting) would come back at once.
-            self._end(token, 0.0 if status in ("404", "408") else RETRY_S)
-            return
-        left = self._requests.get(token, 0) - 1
-        if left > 0:
-            self._requests[token] = left
-        else:
-            self._end(token, 0.0)
+        self._requested = max(0, self._requested - 1)
+        if not self._requested:
+            self._requests.clear()
         self._in_hand += 1
         self._deliver(message)
+        if self._due():
+            self._wake.set()
 
-    def _end(self, token: str, wait_s: float) -> None:
-        self._requests.pop(token, None)
-        self._heard.pop(token, None)
+    def _told(self, token: str, status: str, headers: Mapping[str, str]) -> None:
+        if token not in self._requests:
+            return
+        if status == "100":
+            self._requests[token] = time.monotonic()
+            return
+        # 409 (limits, consumer deleted) and 503 (no leader, server starting) would come back at once.
+        as_asked = status in _AS_ASKED or headers.get(Header.DESCRIPTION, "").lower() == _COMPLETED
+        unused = headers.get("Nats-Pending-Messages", "")
+        self._end(token, int(unused) if unused.isdigit() else None, 0.0 if as_asked else RETRY_S)
+
+    def _end(self, token: str, unused: int | None, wait_s: float) -> None:
+        """A request is over; `unused` of its messages do not come, None when that is not known."""
+        del self._requests[token]
+        if not self._requests or unused is None:
+            # Nothing comes any more, or as good as: what comes nevertheless is bounded by the consumer.
+            self._requested = 0
+        else:
+            self._requested = max(0, self._requested - unused)
         if wait_s:
             self._not_before = time.monotonic() + wait_s
         self._wake.set()
 
     def _drop_silent_requests(self) -> None:
         limit = time.monotonic() - 2 * HEARTBEAT_S
-        for token, heard in list(self._heard.items()):
-            if heard < limit:
-                self._end(token, 0.0)
+        for token in [token for token, heard in self._requests.items() if heard < limit]:
+            self._end(token, None, 0.0)
 
     def _forget_requests(self) -> None:
-        for token in list(self._requests):
-            self._end(token, 0.0)
+        self._requests.clear()
+        self._requested = 0
+        self._wake.set()

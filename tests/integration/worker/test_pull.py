@@ -68,3 +68,20 @@ async def test_a_paused_loop_asks_for_nothing(coordinator: Coordinator, worker_b
     await asyncio.sleep(0.3)
     assert len(delivered) == 1
     task.cancel()
+
+
+async def test_a_completed_request_is_renewed_without_a_pause(
+    coordinator: Coordinator, worker_bus: Bus, server: NatsServer
+) -> None:
+    await coordinator.start(window=8)
+    for _ in range(200):
+        await coordinator.publish(coordinator.job(POLICY))
+    queue: asyncio.Queue[Msg] = asyncio.Queue()
+    pull = PullLoop(worker_bus, server.names.next(WORKER), 8, queue.put_nowait)
+    task = asyncio.create_task(pull.run())
+    async with asyncio.timeout(5):  # one pause of RETRY_S per request would take 25 × 0.5 s
+        for _ in range(200):
+            await (await queue.get()).ack()
+            pull.release()
+    assert pull.in_hand == 0
+    task.cancel()
