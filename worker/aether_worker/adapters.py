@@ -54,15 +54,18 @@ class AdapterCache:
 
     async def get(self, version: int, digest: str) -> Path:
         """The directory of a verified adapter, fetched if need be. Raises `AdapterError`."""
-        async with self._locks.setdefault(digest, asyncio.Lock()):
-            path = self._path(digest)
-            if path is not None and digest not in self._verified:
-                path = await self._verify(path, digest)
-            if path is None:
-                path = await self._fetch(version, digest)
-            self._verified.add(digest)
-            os.utime(path)
-        self._evict(keep=digest)
+        try:
+            async with self._locks.setdefault(digest, asyncio.Lock()):
+                path = self._path(digest)
+                if path is not None and digest not in self._verified:
+                    path = await self._verify(path, digest)
+                if path is None:
+                    path = await self._fetch(version, digest)
+                self._verified.add(digest)
+                os.utime(path)
+            self._evict(keep=digest)
+        except OSError as error:
+            raise AdapterError(f"adapter v{version}: the cache {self._directory} cannot be used: {error}") from error
         return path
 
     def _path(self, digest: str) -> Path | None:
@@ -97,8 +100,6 @@ class AdapterCache:
             except ArtifactError as error:
                 problem = str(error)
                 logger.warning("adapter v{}: {}", version, problem)
-            except OSError as error:
-                raise AdapterError(f"adapter v{version} cannot be written below {self._directory}: {error}") from error
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         raise AdapterError(f"adapter v{version} ({digest}) cannot be had: {problem}")
