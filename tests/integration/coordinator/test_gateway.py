@@ -217,8 +217,10 @@ async def test_strangers_are_refused(setup):
     assert (await post(run, {}, Host="evil.example"))[0] == 403
     assert (await post(run, {}, Origin="http://evil.example"))[0] == 403
     assert (await post(run, "no map"))[0] == 400
-    async with aiohttp.ClientSession() as session:
-        async with session.get(
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(
             f"http://127.0.0.1:{run.gateway.port}/v1/models", headers={"Authorization": f"Bearer {run.gateway.secret}"}
-        ) as response:
-            assert (await response.json())["data"] == []
+        ) as response,
+    ):
+        assert (await response.json())["data"] == []
