@@ -7,6 +7,7 @@ loopback).
 import asyncio
 import ipaddress
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from aether_common.errors import AuthorizationError, BusError, ConfigError
+
+_SEED = re.compile(r"S[A-Z2-7]{57}")
 
 CONNECT_TIMEOUT_S = 10.0
 PING_INTERVAL_S = 20
@@ -59,6 +62,8 @@ def is_loopback(host: str) -> bool:
 
 def read_seed(path: Path) -> str:
     """The nkey seed in a file. Raises `ConfigError` when it is missing, open to others or no seed."""
+    if _SEED.fullmatch(path.name):
+        raise ConfigError("a key file was given as the seed itself: write the seed to a file (chmod 600) and name that")
     try:
         mode = path.stat().st_mode
         seed = path.read_text().strip()

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from aether_common.errors import RunDirectoryError
@@ -49,7 +50,16 @@ def write_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
         temporary.replace(path)
         fsync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from error
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory and its parents unless it is there. Raises `RunDirectoryError`."""
+    try:
+        path.mkdir(mode, parents=True, exist_ok=True)
+    except OSError as error:
         raise disk_error(error, path) from error
 
 
@@ -84,6 +94,8 @@ def disk_error(error: OSError, path: Path) -> RunDirectoryError:
         errno.EDQUOT: "the disk quota is used up: raise it and start again, nothing that was committed is lost",
         errno.EROFS: "the file system is read-only: remount it writable or choose another run_root",
         errno.EACCES: "permission denied: give this user write access or choose another run_root",
+        errno.EEXIST: "a file is in the way: remove it, or choose another directory",
+        errno.ENOTDIR: "a part of the path is a file: choose another directory",
     }
     return RunDirectoryError(f"cannot write {path}: {remedies.get(error.errno or 0, error.strerror or str(error))}")
 
@@ -104,8 +116,12 @@ class FileLock:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
             raise RunDirectoryError(f"{busy} (lock {path}, held by pid {holder or 'unknown'})") from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise disk_error(error, path) from error
 
     def release(self) -> None:
         os.close(self._descriptor)

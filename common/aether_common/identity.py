@@ -52,7 +52,10 @@ class ModelIdentity(BaseModel):
 def check_revision(revision: str) -> str:
     """Raises `ValueError` unless the revision pins the model's content."""
     if not (_COMMIT.fullmatch(revision) or _LOCAL.fullmatch(revision)):
-        raise ValueError(f"revision {revision!r}: give the full 40-hex commit, or sha256:<64 hex> of a local directory")
+        raise ValueError(
+            f"revision {revision!r} pins nothing: give the full 40-hex commit of a hub repository; for a local "
+            "directory leave it out or give sha256:<64 hex>"
+        )
     return revision
 
 
@@ -73,7 +76,8 @@ def resolve_model(model: str, revision: str | None) -> Path:
         return path
     if revision is None or not _COMMIT.fullmatch(revision):
         raise IdentityError(
-            f"model {model!r}: revision {revision!r} does not pin it: give the full 40-hex commit of the hub repository"
+            f"model {model!r} is no directory here, so it is taken from the hub: its revision must be the full 40-hex "
+            f"commit, not {revision!r}"
         )
     try:
         from huggingface_hub import snapshot_download

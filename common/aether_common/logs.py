@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from aether_common.files import disk_error
+
 if TYPE_CHECKING:
     from loguru import Message, Record
 
@@ -34,8 +36,11 @@ class _JsonFile:
     """Appends one JSON object per record to a file."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise disk_error(error, path) from error
 
     def write(self, message: "Message") -> None:
         record = message.record
@@ -59,7 +64,7 @@ class _StandardLogging(logging.Handler):
 
 
 def configure(run: str, role: str, file: Path | None = None, level: str = "INFO") -> None:
-    """Set up logging for this process; `file` receives JSON lines."""
+    """Set up logging for this process; `file` receives JSON lines. Raises `RunDirectoryError`."""
     logger.remove()
     logger.configure(extra={"run": run, "role": role})
     logger.add(sys.stderr, format=_line, level=level, backtrace=False, diagnose=False)

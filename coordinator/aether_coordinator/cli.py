@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from aether_common.errors import AetherError, ConfigError
-from aether_common.files import write_durably
+from aether_common.files import disk_error, write_durably
 from aether_common.logs import configure
 
 from aether_coordinator.settings import ServerSettings
@@ -25,7 +26,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug 
 
 
 @app.command()
-def init(directory: Annotated[Path, typer.Argument(help="Where to write the files.")]) -> None:
+def init(directory: Annotated[Path, typer.Argument(help="Where to write the files.")], debug: Debug = False) -> None:
     """Write commented server.toml, trainer.toml and worker.toml."""
     from aether_coordinator.init import write_templates
 
@@ -39,12 +40,18 @@ def identity(
     revision: Annotated[str | None, typer.Option(help="Full commit of a hub repository.")] = None,
     dtype: Annotated[str, typer.Option(help="Serving dtype: bfloat16 or float32.")] = "bfloat16",
     renderer: Annotated[str, typer.Option(help="Renderer of the package renderers, e.g. qwen3 or default.")] = "",
+    debug: Debug = False,
 ) -> None:
     """Print the [base_model] table of a model for server.toml."""
     from aether_common.identity import compute_identity
 
     if not renderer:
-        raise ConfigError("--renderer is missing: name the model's renderer (it is never selected automatically)")
+        raise ConfigError(
+            "--renderer is missing: name the model's renderer, for example qwen3, or default for the chat template "
+            "without tools (it is never selected automatically)"
+        )
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"--dtype {dtype}: use bfloat16 or float32")
     found = compute_identity(model, revision, dtype, renderer)
     typer.echo("[base_model]")
     for key, value in found.model_dump().items():
@@ -52,27 +59,28 @@ def identity(
 
 
 @app.command()
-def check(config: Config, overrides: Overrides = None) -> None:
-    """Say what would keep the run from starting."""
+def check(config: Config, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Say what would keep the run from starting; the exit status is that of the first problem."""
     from aether_coordinator.check import checks
 
-    failed = False
+    status = 0
     for subject, problem in checks(ServerSettings.load(config, overrides)):
-        typer.echo(f"{subject}: {problem or 'ok'}")
-        failed |= bool(problem)
-    raise typer.Exit(2 if failed else 0)
+        typer.echo(f"{subject:<22} {'ok' if problem is None else f'FAILED  {problem}'}")
+        status = status or (problem.exit_code if problem else 0)
+    raise typer.Exit(status)
 
 
 @app.command()
 def run(config: Config, overrides: Overrides = None, debug: Debug = False) -> None:
     """Run the coordinator: schedule, score, train, publish, until all steps are done."""
+    from aether_coordinator.check import before_start
+
     settings = ServerSettings.load(config, overrides)
-    configure(
-        settings.run,
-        "coordinator",
-        settings.run_root / "logs" / "coordinator.jsonl",
-        "DEBUG" if debug else settings.log_level,
-    )
+    level = "DEBUG" if debug else settings.log_level
+    configure(settings.run, "coordinator", None, level)
+    before_start(settings)
+    configure(settings.run, "coordinator", settings.run_root / "logs" / "coordinator.jsonl", level)
+    # Not at the top: importing verifiers takes seconds, refusing bad settings should not.
     from aether_coordinator.run import Coordinator
 
     asyncio.run(Coordinator(settings).run())
@@ -82,6 +90,7 @@ def run(config: Config, overrides: Overrides = None, debug: Debug = False) -> No
 def status(
     config: ConfigOrRoot = Path("server.toml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of the endpoint.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Show a running run."""
     from aether_coordinator.progress import render_status
@@ -147,11 +156,13 @@ def export_batch(
 def worker_add(
     name: Annotated[str, typer.Argument(help="Name of the worker.")],
     config: Annotated[Path, typer.Option(help="The run's server.toml.")] = Path("server.toml"),
+    overrides: Overrides = None,
+    debug: Debug = False,
 ) -> None:
     """Make a worker's key and print the lines for its worker.toml."""
     from aether_coordinator.keys import add_worker_key
 
-    settings = ServerSettings.load(config)
+    settings = ServerSettings.load(config, overrides)
     seed_file, url, told = add_worker_key(settings, name)
     typer.echo(f'name = "{name}"\nrun = "{settings.run}"\nurl = "{url}"\nkey_file = "{seed_file}"')
     if not told:
@@ -197,6 +208,12 @@ def main() -> None:
             raise
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if "--debug" in sys.argv or error.filename is None:
+            raise
+        refused = disk_error(error, Path(os.fsdecode(error.filename)))
+        typer.echo(f"error: {refused}", err=True)
+        sys.exit(refused.exit_code)
 
 
 if __name__ == "__main__":

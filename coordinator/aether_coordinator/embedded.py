@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aether_common.child import spawn, stop, tail
 from aether_common.errors import BusError
-from aether_common.files import write_durably
+from aether_common.files import make_directory, write_durably
 from aether_common.names import Names
 from loguru import logger
 
@@ -42,7 +42,7 @@ class EmbeddedServer:
 
     def prepare(self) -> None:
         """Make keys, ports and configuration that are not there yet. Idempotent."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         if not self.key_file.is_file():
             write_durably(self.key_file, make_key().seed.encode() + b"\n", mode=0o600)
         self._ports = self._choose_ports()
@@ -79,18 +79,22 @@ class EmbeddedServer:
     def websocket_url(self) -> str:
         return f"ws://127.0.0.1:{self._ports[1]}"
 
-    async def start(self) -> None:
-        """Start the server and wait until it accepts connections. Raises `BusError`."""
+    def refuse_used_ports(self) -> None:
+        """Raises `BusError` when another process listens on our ports; after `prepare`."""
         for port in self._ports:
-            if _answers(port):
+            if answers(port):
                 raise BusError(
                     f"port {port} on 127.0.0.1 is in use by another process: stop it, or set nats.port and "
                     f"nats.websocket_port, or delete {self.directory / 'ports.json'} to take free ones "
                     "(workers then need the new port)"
                 )
+
+    async def start(self) -> None:
+        """Start the server and wait until it accepts connections. Raises `BusError`."""
+        self.refuse_used_ports()
         await self._spawn()
         for _ in range(200):
-            if all(_answers(port) for port in self._ports):
+            if all(answers(port) for port in self._ports):
                 return
             assert self._process is not None
             if self._process.returncode is not None:
@@ -151,7 +155,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _answers(port: int) -> bool:
+def answers(port: int) -> bool:
+    """Whether a process listens on a port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.settimeout(0.2)
         return probe.connect_ex(("127.0.0.1", port)) == 0

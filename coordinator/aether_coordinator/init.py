@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from aether_common.errors import ConfigError
-from aether_common.files import write_durably
+from aether_common.files import make_directory, write_durably
 
 SERVER = """\
 # The coordinator of one run: aether-coordinator run server.toml
@@ -15,7 +15,7 @@ seed = 0                       # order of tasks, seeds of jobs
 model = "org/model"            # hub repository or directory; its tokenizer is read here
 max_model_len = 4096           # longest prompt plus completion, in tokens
 
-# Printed by: aether-coordinator identity MODEL --revision SHA --dtype bfloat16 --renderer NAME
+# Replace this table by what this prints: aether-coordinator identity MODEL --revision SHA --renderer NAME
 [base_model]
 repository = "org/model"
 revision = ""                  # the full 40-hex commit, or sha256:… of a directory
@@ -107,8 +107,8 @@ state_dir = "w1-state"                  # adapter cache and logs
 
 
 def write_templates(directory: Path) -> list[Path]:
-    """Write the three files. Raises `ConfigError` when one is there already."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write the three files. Raises `ConfigError` when one is there already, `RunDirectoryError` for a bad disk."""
+    make_directory(directory)
     files = {"server.toml": SERVER, "trainer.toml": TRAINER, "worker.toml": WORKER}
     for name in files:
         if (directory / name).exists():

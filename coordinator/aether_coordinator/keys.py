@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from aether_common.errors import ConfigError
-from aether_common.files import write_durably
+from aether_common.files import make_directory, write_durably
 from aether_common.names import Names, check_token
 
 from aether_coordinator.accounts import add_worker, make_key
@@ -30,6 +30,6 @@ def add_worker_key(settings: ServerSettings, name: str) -> tuple[Path, str, bool
         raise ConfigError(f"worker {name!r} has a key already ({seed_file}): choose another name")
     key = make_key()
     add_worker(server.workers, Names(settings.run), name, key.public)
-    seed_file.parent.mkdir(mode=0o700, exist_ok=True)
+    make_directory(seed_file.parent, mode=0o700)
     write_durably(seed_file, key.seed.encode() + b"\n", mode=0o600)
     return seed_file, server.websocket_url, server.reload()

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 
-from aether_common.errors import AetherError
+from aether_common.errors import AetherError, ConfigError
 from aiohttp import web
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -30,8 +30,12 @@ def check_secret(request: web.Request, secret: str) -> web.Response | None:
     return None
 
 
+def port_in_use(setting: str, port: int) -> AetherError:
+    return ConfigError(f"{setting} = {port}: the port is in use by another process: set another, or 0 for a free one")
+
+
 async def serve_loopback(app: web.Application, port: int, setting: str, listening: Callable[[int], None]) -> None:
-    """Serve `app` on 127.0.0.1 until cancelled; `listening` gets the port. Raises `AetherError` when it is taken."""
+    """Serve `app` on 127.0.0.1 until cancelled; `listening` gets the port. Raises `ConfigError` when it is taken."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     try:
@@ -39,9 +43,7 @@ async def serve_loopback(app: web.Application, port: int, setting: str, listenin
         try:
             await site.start()
         except OSError as error:
-            raise AetherError(
-                f"{setting} = {port}: the port is in use ({error.strerror}): set another, or 0 for a free one"
-            ) from error
+            raise port_in_use(setting, port) from error
         listening(runner.addresses[0][1])
         await asyncio.Event().wait()
     finally:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from aether_common.bus import COORDINATOR_SCHEMES, check_url
+from aether_common.errors import ConfigError
 from aether_common.identity import ModelIdentity, check_revision
 from aether_common.names import Names
 from aether_common.settings import ModelName, Section, Settings
@@ -215,12 +216,19 @@ class ServerSettings(Settings):
     @field_validator("run")
     @classmethod
     def _run(cls, value: str) -> str:
-        Names(value)
-        return value
+        try:
+            return Names(value).run
+        except ConfigError as error:  # pydantic adds file and key to a ValueError only
+            raise ValueError(str(error)) from None
 
     @field_validator("base_model")
     @classmethod
     def _revision(cls, value: ModelIdentity) -> ModelIdentity:
+        if not value.weights or not value.revision:
+            raise ValueError(
+                "not filled in: replace the table by what `aether-coordinator identity MODEL --revision SHA "
+                "--dtype DTYPE --renderer NAME` prints (without --revision for a local directory)"
+            )
         check_revision(value.revision)
         return value
 

@@ -1,5 +1,6 @@
 """`python -m aether_trainer`: started and supervised by the coordinator, which talks to it over stdin and stdout."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -26,9 +27,13 @@ def main(
     run: Annotated[str, typer.Option(help="Name of the run.")],
     renderer: Annotated[str, typer.Option(help="Renderer of the run, named in the model's identity.")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", help="key.path=value, over file and environment.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only read the settings, and print what matters.")] = False,
     debug: Annotated[bool, typer.Option(help="Show tracebacks and more log lines.")] = False,
 ) -> None:
     """Train every batch that appears in the run directory, until stdin says stop or closes."""
+    if check:
+        _check(settings, set_)
+        return
     link = PipeLink()
     lock: FileLock | None = None
     try:
@@ -57,6 +62,18 @@ def main(
     finally:
         if lock is not None:
             lock.release()
+
+
+def _check(file: Path, overrides: list[str] | None) -> None:
+    """Prints the model and its serving dtype as JSON, for the coordinator's preflight."""
+    try:
+        values = TrainerSettings.load(file, overrides)
+    except AetherError as error:
+        sys.stderr.write(f"{error}\n")
+        raise typer.Exit(error.exit_code) from error
+    model = values.model
+    found = {"path": model.path, "revision": model.revision, "serving_dtype": values.lora.serving_dtype}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
