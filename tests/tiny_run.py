@@ -36,6 +36,7 @@ class TinyRun:
 
     def __init__(self, root: Path, model: Path, **server: Any) -> None:
         self.root, self.model = root, model
+        self.environment = dict(ENVIRONMENT)
         self.run_root = root / "run"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         root.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ class TinyRun:
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         log = (self.root / f"{name}.log").open("ab")
         process = subprocess.Popen(
-            [str(BIN / arguments[0]), *arguments[1:]], env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True
+            [str(BIN / arguments[0]), *arguments[1:]], env=self.environment, stdout=log, stderr=log, start_new_session=True
         )
         self.processes[name] = process
         return process

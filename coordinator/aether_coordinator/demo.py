@@ -162,7 +162,8 @@ class _Demo:
             await self._follow(coordinator, workers)
             return self._summarise(recipe)
         finally:
-            self._progress.waiting("stopping: the trainer finishes its step; interrupt once more to kill everything")
+            if self._children.alive("coordinator"):
+                self._progress.waiting("stopping: the trainer finishes its step; interrupt once more to kill everything")
             await self._stop()
 
     async def _start(self, name: str, command: str, configuration: str) -> Child:

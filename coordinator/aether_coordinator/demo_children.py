@@ -51,6 +51,9 @@ class Children:
         self.running.append(child)
         return child
 
+    def alive(self, name: str) -> bool:
+        return any(child.name == name and child.process.returncode is None for child in self.running)
+
     async def stop(self) -> None:
         await asyncio.gather(*(stop(child.process, GRACE_S) for child in self.running))
 

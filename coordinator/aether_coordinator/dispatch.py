@@ -20,7 +20,7 @@ from aether_common.errors import AetherError, MessageError
 from aether_common.names import Names, parse_job
 from aether_common.wire import Job, Kind, Reason, Reply, Sampling
 from loguru import logger
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 
 from aether_coordinator.fleet import Fleet, Worker
 from aether_coordinator.journal import TurnKey
@@ -366,6 +366,8 @@ class Dispatcher:
         worker, kind, version, _ = parse_job(subject)
         try:
             message = Job.decode(await self._streams.pending_job(subject))
+        except NotFoundError:
+            return  # Answered and acknowledged in the meantime.
         except (MessageError, nats.errors.Error) as error:
             logger.bind(job=job).warning("pending job cannot be read, removed: {!r}", error)
             await self._purge(job)
