@@ -163,7 +163,9 @@ class _Demo:
             return self._summarise(recipe)
         finally:
             if self._children.alive("coordinator"):
-                self._progress.waiting("stopping: the trainer finishes its step; interrupt once more to kill everything")
+                self._progress.waiting(
+                    "stopping: the trainer finishes its step; interrupt once more to kill everything"
+                )
             await self._stop()
 
     async def _start(self, name: str, command: str, configuration: str) -> Child:
@@ -245,7 +247,7 @@ class _Demo:
         """Show the run until the coordinator ends. Raises `ChildError` unless the run is finished then."""
         lost: set[str] = set()
         last, changed_at = None, time.monotonic()
-        while coordinator.process.returncode is None:
+        while coordinator.process.returncode is None or await self._revived(coordinator):
             status = await asyncio.to_thread(read_status, self._root, coordinator.process.pid)
             if status is None and self._status is None:
                 self._progress.waiting("starting nats-server, coordinator, trainer and workers")
@@ -253,7 +255,9 @@ class _Demo:
                 self._note(status)
                 self._progress.update(status)
             for worker in workers:
-                if worker.process.returncode is not None and worker.name not in lost:
+                if worker.process.returncode is None or worker.name in lost:
+                    continue
+                if not await self._revived(worker):
                     lost.add(worker.name)
                     self._progress.say(f"warning: {worker.ended()}", style="yellow")
             if len(lost) == len(workers):
@@ -273,6 +277,13 @@ class _Demo:
         if coordinator.process.returncode != 0:
             raise ChildError(coordinator.ended(), coordinator.process.returncode)
         self._status = last_status(self._root, self._status)
+
+    async def _revived(self, child: Child) -> bool:
+        """Whether a child that was killed with -9 runs again."""
+        if not await self._children.revive(child):
+            return False
+        self._progress.say(f"{child.name} was killed; started again", style="yellow")
+        return True
 
     def _note(self, status: RunStatus) -> None:
         self._status = status

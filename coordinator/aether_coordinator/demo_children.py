@@ -15,6 +15,9 @@ from aether_common.errors import AetherError, ConfigError
 GRACE_S = 45.0
 """Between SIGTERM and SIGKILL: more than the coordinator grants its trainer and nats-server."""
 
+MAX_REVIVED = 20
+"""How often a killed child is started again."""
+
 
 class ChildError(AetherError):
     """A process of the demo ended when it should not have."""
@@ -27,8 +30,10 @@ class ChildError(AetherError):
 @dataclass(slots=True, eq=False)
 class Child:
     name: str
+    command: list[str]
     process: asyncio.subprocess.Process
     log: Path
+    revived: int = 0
 
     def ended(self) -> str:
         """Why it is a problem that this child ended: log and last lines included."""
@@ -47,9 +52,17 @@ class Children:
 
     async def start(self, name: str, command: list[str]) -> Child:
         log = self.log_directory / f"{name}.log"
-        child = Child(name, await spawn(command, log=log, environment=self.environment), log)
+        child = Child(name, command, await spawn(command, log=log, environment=self.environment), log)
         self.running.append(child)
         return child
+
+    async def revive(self, child: Child) -> bool:
+        """Start a child again that somebody killed with -9. False for any other end, and after many kills."""
+        if child.process.returncode != -signal.SIGKILL or child.revived >= MAX_REVIVED:
+            return False
+        child.revived += 1
+        child.process = await spawn(child.command, log=child.log, environment=self.environment)
+        return True
 
     def alive(self, name: str) -> bool:
         return any(child.name == name and child.process.returncode is None for child in self.running)
