@@ -15,7 +15,7 @@ from aether_common.errors import ConfigError
 from aether_common.files import write_durably
 from aether_common.names import Names, check_token
 
-_USER = re.compile(r"nkey: (U[A-Z2-7]{55}).*?# worker (\S+)", re.DOTALL)
+_USER = re.compile(r"nkey: (U[A-Z2-7]{55})(?:(?!nkey: ).)*?# worker ([a-z0-9-]{1,64})\s", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,14 @@ def worker_user(names: Names, worker: str, public: str) -> str:
 
 
 def read_workers(path: Path) -> list[tuple[str, str]]:
-    """(worker, public key) of every user in a `workers.conf`."""
+    """(worker, public key) of every user in a `workers.conf`. Raises `ConfigError` when it is no text."""
     if not path.is_file():
         return []
-    return [(worker, public) for public, worker in _USER.findall(path.read_text())]
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return [(worker, public) for public, worker in _USER.findall(text)]
 
 
 def write_workers(path: Path, names: Names, workers: list[tuple[str, str]]) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -335,7 +335,7 @@ class Dispatcher:
             where = f"running on {turn.worker}" if turn.worker else "waiting for a worker"
             self._fail(turn, TurnFailed(f"no answer within its deadline ({where})"))
 
-    def forget_prefixes(self, names: list[str]) -> None:
+    def forget_prefixes(self, names: Iterable[str]) -> None:
         """Sessions and groups that are over."""
         for name in names:
             self._prefix.pop(name, None)

@@ -50,6 +50,8 @@ class OpenEpisode:
     waited_s: float = 0.0
     """Time that its finished turns waited for their answers."""
     waiting_since: dict[int, float] = field(default_factory=dict)
+    sessions: set[str] = field(default_factory=set)
+    """Sessions of its turns, one per agent."""
     failure: str = ""
     """Why infrastructure could not answer a turn."""
 
@@ -118,6 +120,7 @@ class Gateway:
 
     def close(self, episode: OpenEpisode) -> None:
         self._episodes.pop(episode.model, None)
+        self._dispatcher.forget_prefixes(episode.sessions)
 
     async def _models(self, _: web.Request) -> web.Response:
         # The client asks once per model name and caches the answer for ever; an empty list switches its
@@ -150,6 +153,7 @@ class Gateway:
         sampling = self._sampling(body.get("sampling_params") or {}, episode.source, len(tokens))
         if not tokens or not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
             raise RequestRefused("token_ids: give at least one id, all within the vocabulary")
+        episode.sessions.add(session)
         prompt = pack_tokens(tokens)
         key = episode.claims.claim(request_digest(prompt, sampling, "policy"))
         if (recorded := self._ledger.get("journal", key.journal)) is not None:

@@ -6,10 +6,13 @@ job whose id and seed derive from the same hash. Errors are never journaled.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 
-from aether_common.digests import canonical_json, sha256_bytes
+from aether_common.digests import canonical_json, is_digest, sha256_bytes
 from aether_common.wire import Sampling
+
+_EPISODE = re.compile(r"g\d{8,12}-e\d{3,6}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,10 @@ class TurnKey:
     def parse(journal: str) -> "TurnKey":
         """The key that `journal` writes. Raises `ValueError` for anything else."""
         episode, attempt, digest, count = journal.split("/")
-        return TurnKey(episode, int(attempt), digest, int(count))
+        key = TurnKey(episode, int(attempt), digest, int(count))
+        if not (_EPISODE.fullmatch(episode) and is_digest(digest) and key.journal.decode() == journal):
+            raise ValueError(f"not a key of the turn journal: {journal[:200]!r}")
+        return key
 
     def job(self, run: str, seed: int) -> str:
         """The job id: 32 hex digits of H(run, key, k)."""

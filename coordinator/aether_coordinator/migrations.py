@@ -26,8 +26,11 @@ def migrate(ledger: Ledger) -> None:
     recorded = ledger.get("run", b"run")
     if recorded is None:
         return
-    run = msgpack.unpackb(recorded)
-    version = run["schema_version"]
+    try:
+        run = msgpack.unpackb(recorded)
+        version = int(run["schema_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(f"the record of the run cannot be read: restore it from a backup: {error!r}") from error
     if version > SCHEMA:
         raise RunDirectoryError(
             f"the state has schema {version}, this release knows {SCHEMA}: use the release that wrote it"

@@ -7,7 +7,7 @@ names the record. LMDB orders keys bytewise, so numbers are written with leading
 from typing import Any, Literal, Self
 
 import msgpack
-from aether_common.errors import AetherError
+from aether_common.errors import AetherError, RunDirectoryError
 from aether_common.wire import Kind, pack
 from pydantic import BaseModel, ConfigDict
 
@@ -31,7 +31,13 @@ class Record(BaseModel):
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        return cls.model_validate(msgpack.unpackb(data))
+        """Raises `RunDirectoryError` for anything that is no record of this kind."""
+        try:
+            return cls.model_validate(msgpack.unpackb(data))
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"the state holds a {cls.__name__} that cannot be read: restore the run directory from a backup: {error}"
+            ) from error
 
     def with_(self, **changes: Any) -> Self:
         return self.model_copy(update=changes)

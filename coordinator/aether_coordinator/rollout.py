@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import renderers.client
 from aether_chat.harness import CONTEXT_EXHAUSTED
 from loguru import logger
 from verifiers.v1 import Episode, ModelContext, SamplingConfig, TrainClientConfig
@@ -47,6 +48,11 @@ def client_config(gateway: Gateway, model_path: str, renderer: dict[str, Any]) -
     )
 
 
+def forget_model(gateway: Gateway, model: str) -> None:
+    """The client caches the context length for every model name for ever, and each attempt has its own name."""
+    renderers.client._max_prompt_len_cache.pop((f"http://127.0.0.1:{gateway.port}/v1/", model), None)  # pyright: ignore[reportPrivateUsage]
+
+
 async def run_attempt(
     episode: OpenEpisode, source: Source, gateway: Gateway, client: TrainClientConfig, timeout_s: float
 ) -> Outcome:
@@ -62,6 +68,7 @@ async def run_attempt(
         finished = run.result()
     finally:
         gateway.close(episode)
+        forget_model(gateway, episode.model)
     return _judge(finished, episode)
 
 

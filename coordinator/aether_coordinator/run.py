@@ -45,6 +45,8 @@ from aether_coordinator.watchdog import Stalled, View, waits_for
 LEASE_S = 30.0
 TRAINER_STOP_S = 20.0
 HEALTH_S = 10.0
+SHOWN_STEPS = 200
+"""Steps in the status; all are in metrics/steps.jsonl."""
 
 
 class Finished(Exception):
@@ -442,7 +444,7 @@ class Coordinator:
             episodes_running=self._schedule.episodes_running,
             tokens_per_s=round(sum(worker.tokens_per_s for worker in workers), 1),
             started_s=self._groups.run.started_s,
-            steps_done=self._steps_done,
+            steps_done=self._steps_done[-SHOWN_STEPS:],
             evaluations=self._evaluations.status(),
             workers=workers,
             counters=self.counters,

@@ -26,7 +26,11 @@ def encode_episode(episode: Any) -> bytes:
 
 
 def decode_episode(data: bytes) -> WireEpisode:
-    return WireEpisode.model_validate(msgpack.unpackb(data))
+    """Raises `TraceError` for anything that is no recorded episode."""
+    try:
+        return WireEpisode.model_validate(msgpack.unpackb(data))
+    except ValueError as error:
+        raise TraceError(f"a recorded trace cannot be read: {str(error)[:500]}") from error
 
 
 def trainable_traces(episode: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import renderers.client
 from aether_common.arrays import pack_floats, pack_tokens, unpack_tokens
 from aether_coordinator.dispatch import PromptTooLong, Turn, TurnFailed
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode
@@ -30,6 +31,7 @@ class Answers:
     def __init__(self, *answers: list[int] | Exception) -> None:
         self._answers = list(answers)
         self.turns: list[Turn] = []
+        self.forgotten: set[str] = set()
 
     async def generate(self, turn: Turn) -> TurnRecord:
         self.turns.append(turn)
@@ -47,6 +49,9 @@ class Answers:
             logprobs=pack_floats([-0.25 * (i + 1) for i in range(len(answer))]),
             finish_reason="stop" if answer[-1] == STOP else "length",
         )
+
+    def forget_prefixes(self, names) -> None:
+        self.forgotten |= set(names)
 
     def abort(self, job: str) -> None:
         raise AssertionError(f"job {job} aborted")
@@ -126,6 +131,8 @@ async def test_an_episode_through_the_real_client(setup, tmp_path):
     run = await setup(completion)
     outcome = await run.run()
     assert outcome.kind == "done" and not outcome.truncated
+    assert not renderers.client._max_prompt_len_cache  # an entry per attempt would fill the memory
+    assert run.answers.forgotten == {run.answers.turns[0].session}
     assert outcome.reward == 0.5  # two of four letters are lower-case
     assert outcome.tokens == 5
     turn = run.answers.turns[0]
