@@ -49,7 +49,9 @@ class Sample:
     """float32 advantage per token, 4·T bytes; 0 where not sampled."""
 
     def check(self) -> None:
-        """Raises `MessageError` unless all arrays have the same length."""
+        """Raises `MessageError` unless all arrays are bytes and have the same length."""
+        if not all(isinstance(data, bytes) for data in (self.tokens, self.sampled, self.logprobs, self.advantages)):
+            raise MessageError(f"sample of episode {self.episode}: an array is no bytes")
         length = len(self.tokens) // 4
         if len(self.tokens) != 4 * length or len(self.sampled) != length:
             raise MessageError(f"sample of episode {self.episode}: tokens and mask differ in length")

@@ -65,15 +65,21 @@ def read_manifest(run_root: Path, step: int) -> tuple[CheckpointManifest, str]:
     path = checkpoint_path(run_root, step) / "manifest.json"
     try:
         manifest = CheckpointManifest.model_validate(json.loads(path.read_bytes()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(f"{path} cannot be read ({error}): remove that checkpoint") from error
     return manifest, sha256_file(path)
 
 
 def verify_adapter(run_root: Path, step: int) -> CheckpointManifest:
-    """Recompute the digest of a checkpoint's adapter. Raises `RunDirectoryError` when it differs."""
+    """Recompute the digest of a checkpoint's adapter. Raises `RunDirectoryError` when it differs or is gone."""
     manifest, _ = read_manifest(run_root, step)
     directory = checkpoint_path(run_root, step) / "adapter"
-    if file_list_digest(list_files(directory, ADAPTER_FILES)) != manifest.adapter:
+    try:
+        actual = file_list_digest(list_files(directory, ADAPTER_FILES))
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the adapter of checkpoint {step} is gone ({error}): remove that checkpoint"
+        ) from error
+    if actual != manifest.adapter:
         raise RunDirectoryError(f"the adapter in {directory} does not match its manifest: remove that checkpoint")
     return manifest

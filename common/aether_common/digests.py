@@ -50,7 +50,10 @@ def file_list_digest(files: Iterable[FileEntry]) -> str:
 
 def parse_file_list(data: bytes) -> list[FileEntry]:
     """Read a canonical file list. Raises `ValueError` when it is none or a name leaves its directory."""
-    entries = json.loads(data)
+    try:
+        entries = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("a file list is not nested") from error
     if not isinstance(entries, list):
         raise ValueError("a file list must be a JSON array")
     files: list[FileEntry] = []
@@ -58,9 +61,9 @@ def parse_file_list(data: bytes) -> list[FileEntry]:
         if not isinstance(entry, Mapping) or set(entry) != {"name", "size", "sha256"}:
             raise ValueError(f"not an entry of a file list: {entry!r}")
         name, size, digest = entry["name"], entry["size"], entry["sha256"]
-        if not isinstance(name, str) or not name or name.startswith(("/", ".")) or "/" in name or "\0" in name:
+        if not isinstance(name, str) or not name or name.startswith(".") or "/" in name or not name.isprintable():
             raise ValueError(f"not a plain file name: {name!r}")
-        if not isinstance(size, int) or size < 0 or not is_digest(digest):
+        if type(size) is not int or size < 0 or not is_digest(digest):
             raise ValueError(f"not a size and SHA-256: {entry!r}")
         files.append(FileEntry(name, size, digest))
     if file_list_bytes(files) != data:

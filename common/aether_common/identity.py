@@ -31,20 +31,26 @@ _LOCAL = re.compile(r"sha256:[0-9a-f]{64}")
 class ModelIdentity(BaseModel):
     """The `[base_model]` table. Digests are SHA-256 in hex of canonical file lists."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     repository: str
     """Hub repository, or the base name of a local directory (informative)."""
     revision: str
     """40-hex commit, or `sha256:<64 hex>` of a local directory."""
     weights: str
+    """Digest of the `*.safetensors` files."""
     config: str
+    """Digest of `config.json` and `generation_config.json`."""
     tokenizer: str
+    """Digest of the tokenizer's files."""
     chat_template: str
+    """Digest of the chat template."""
     vocab_size: int
+    """Token ids are below it."""
     dtype: str
     """Serving dtype (of the workers and the published adapters), for example bfloat16."""
     quantization: str = "none"
+    """Quantisation of the served weights."""
     renderer: str = ""
     """Name of the `renderers` renderer, never auto-selected; empty where nothing is rendered (workers, trainer)."""
 

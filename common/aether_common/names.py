@@ -136,7 +136,7 @@ def object_token(name: str) -> str:
 
 
 def parse_job(subject: str) -> tuple[str, str, int, str]:
-    """(worker, kind, version, job) of a job subject."""
+    """(worker, kind, version, job) of a job subject. Raises `ValueError` when it is none."""
     *_, worker, kind, version, job = subject.split(".")
     return worker, kind, int(version), job
 

@@ -7,7 +7,7 @@ stdin closes.
 import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from aether_common.identity import ModelIdentity
 
@@ -82,5 +82,5 @@ def decode_from_trainer(line: bytes) -> Ready | Progress | CheckpointWritten | F
 def _decode[T](adapter: TypeAdapter[T], line: bytes) -> T | None:
     try:
         return adapter.validate_python(json.loads(line))
-    except (ValueError, ValidationError):
+    except (ValueError, RecursionError):
         return None

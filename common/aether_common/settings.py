@@ -80,7 +80,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file: write one with `aether-coordinator init {path.parent}`") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
@@ -88,7 +88,7 @@ def _parse(text: str) -> Any:
     """A TOML value, or the text itself where it is none (so that strings need no quotes)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -113,14 +113,21 @@ def _resolve_paths(model: type[BaseModel], values: Any, base: Path) -> None:
         if name not in values:
             continue
         types = [field.annotation, *get_args(field.annotation)]
-        if Path in types and isinstance(values[name], str):
-            values[name] = str((base / Path(values[name]).expanduser()).resolve())
         marked = any(isinstance(mark, ModelReference) for mark in field.metadata)
-        if marked and str(values[name]).startswith(("./", "../", "~")):
-            values[name] = str((base / Path(values[name]).expanduser()).resolve())
+        if isinstance(values[name], str) and (
+            Path in types or (marked and values[name].startswith(("./", "../", "~")))
+        ):
+            values[name] = _resolve_path(name, values[name], base)
         for kind in types:
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 _resolve_paths(kind, values[name], base)
+
+
+def _resolve_path(name: str, value: str, base: Path) -> str:
+    try:
+        return str((base / Path(value).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL
+        raise ConfigError(f"{name} = {value!r} is no usable path: {error}") from error
 
 
 def describe(error: ValidationError, path: Path, origins: dict[str, str], model: type[BaseModel]) -> str:

@@ -15,7 +15,7 @@ from aether_common.logs import configure
 from aether_coordinator.settings import ServerSettings
 from aether_coordinator.status import RunStatus
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 worker_app = typer.Typer(no_args_is_help=True, help="Credentials of workers.")
 app.add_typer(worker_app, name="worker")
 

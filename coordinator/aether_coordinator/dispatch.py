@@ -115,6 +115,10 @@ class Dispatcher:
         """By job id: waiting and running."""
         self.orphans: dict[str, DispatchRecord] = {}
         """Dispatched before a restart and not asked for again yet."""
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Purges of aborted jobs that are under way."""
+        self._aborted: set[str] = set()
+        """Orphans whose caller went away: their jobs are off the lane."""
         self.closing = False
         self.expected: Callable[[bytes], Expected | None] = lambda _: None
         """What an answer under this journal key must be sampled from; None when its attempt is over."""
@@ -129,6 +133,7 @@ class Dispatcher:
             while True:
                 await asyncio.sleep(1.0)
                 self._expire()
+                self._drop_orphans()
                 self.pump()
 
     @property
@@ -145,12 +150,16 @@ class Dispatcher:
             return await asyncio.shield(known.answer)
         turn.order = next(self._order)
         self.turns[turn.job] = turn
-        orphan = self.orphans.pop(turn.job, None)
+        orphan, aborted = self.orphans.get(turn.job), turn.job in self._aborted
+        self.drop_orphan(turn.job)
         holder = self.fleet.workers.get(orphan.worker) if orphan else None
         if orphan and holder and not holder.lost:
             # Its job is still pending, or its reply on the way: attach.
             turn.worker, turn.dispatch = orphan.worker, orphan.dispatch
             holder.jobs.add(turn.job)
+            if aborted and self._tasks is not None:
+                # Taken off the lane when its caller went away: a worker that holds it attaches the new copy.
+                self._tasks.create_task(self._publish(turn, turn.worker, turn.dispatch))
         else:
             turn.dispatch = orphan.dispatch + 1 if orphan else 0
             self._wait(turn)
@@ -204,6 +213,10 @@ class Dispatcher:
 
     async def _publish(self, turn: Turn, worker: str, dispatch: int) -> None:
         """Record who gets the job, then put it on the lane; a refused publish is held and tried again."""
+        if (leaving := self._leaving.get(turn.job)) is not None:
+            await asyncio.wait([leaving])
+        if not self._is_current(turn, worker, dispatch):
+            return
         crash_point("job.before_record")
         await self._ledger.enqueue(Write("dispatches", turn.job.encode(), turn.record.encode()))
         crash_point("job.before_publish")
@@ -313,6 +326,18 @@ class Dispatcher:
             # The worker's late reply is refused by its dispatch number, and the publish finds the old copy.
             logger.bind(job=job).warning("job not purged from its lane: {!r}", error)
 
+    def _leave(self, job: str, *, forget: bool = False) -> None:
+        """Take a job off its lane, and its record with `forget`; a new copy is published only after that."""
+
+        async def leave() -> None:
+            if forget:
+                await self._ledger.enqueue(Write("dispatches", job.encode(), None))
+            await self._purge(job)
+
+        if self._tasks is not None:
+            self._leaving[job] = leaving = self._tasks.create_task(leave())
+            leaving.add_done_callback(lambda done: self._leaving.get(job) is done and self._leaving.pop(job))
+
     def _free(self, worker: str, job: str) -> None:
         if (known := self.fleet.workers.get(worker)) is not None:
             known.jobs.discard(job)
@@ -324,8 +349,7 @@ class Dispatcher:
         if not turn.answer.done():
             turn.answer.set_exception(error)
             turn.answer.exception()  # Retrieved: a client that went away must not make it look forgotten.
-        if self._tasks is not None:
-            self._tasks.create_task(self._purge(turn.job))
+        self._leave(turn.job, forget=True)
         self._counters.turns_failed += 1
         self.pump()
 
@@ -351,9 +375,26 @@ class Dispatcher:
         del self.turns[job]
         if turn.worker is not None:
             self.orphans[job] = turn.record
+            self._aborted.add(job)
             self._free(turn.worker, job)
-            self._tasks.create_task(self._purge(job))
+            self._leave(job)
         turn.answer.cancel()
+        self.pump()
+
+    def drop_orphan(self, job: str) -> bool:
+        """Forget a job that no turn waits for; whether there was one."""
+        self._aborted.discard(job)
+        return self.orphans.pop(job, None) is not None
+
+    def _drop_orphans(self) -> None:
+        """Jobs of attempts that are over: nobody will ask for their answers any more."""
+        if not self.fleet.books_complete:
+            return
+        for job, orphan in list(self.orphans.items()):
+            if self.expected(orphan.journal) is None:
+                self.drop_orphan(job)
+                self._free(orphan.worker, job)
+                self._leave(job, forget=True)
 
     def adopt(self, record: DispatchRecord) -> None:
         """A job that was dispatched before a restart; its turn attaches when its episode runs again."""
@@ -363,14 +404,15 @@ class Dispatcher:
 
     async def _adopt_pending(self, job: str, subject: str) -> None:
         """A pending job whose record a crash took: rebuild the record from the job, or remove the job."""
-        worker, kind, version, _ = parse_job(subject)
         try:
+            worker, kind, version, _ = parse_job(subject)
             message = Job.decode(await self._streams.pending_job(subject))
         except NotFoundError:
             return  # Answered and acknowledged in the meantime.
-        except (MessageError, nats.errors.Error) as error:
-            logger.bind(job=job).warning("pending job cannot be read, removed: {!r}", error)
-            await self._purge(job)
+        except (MessageError, ValueError) as error:
+            self._counters.messages_bad += 1
+            logger.bind(job=job).warning("pending job on {} cannot be read, removed: {}", subject, error)
+            await self._streams.purge_subject(subject)
             return
         record = DispatchRecord(
             job=job,
@@ -400,7 +442,7 @@ class Dispatcher:
                 await self._adopt_pending(job, subject)
         for job, orphan in list(self.orphans.items()):
             if self.expected(orphan.journal) is None:
-                del self.orphans[job]
+                self.drop_orphan(job)
                 await self._ledger.enqueue(Write("dispatches", job.encode(), None))
                 if job in pending:
                     await self._purge(job)

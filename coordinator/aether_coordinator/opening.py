@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from typing import Any
 
 from aether_common.errors import ConfigError, RunDirectoryError
 from loguru import logger
@@ -28,6 +29,19 @@ MAY_CHANGE = {
 """Settings that may differ when a run is resumed."""
 
 
+def first_difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The innermost key at which two settings differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in new:
+            if old.get(name) != new[name]:
+                return first_difference(f"{key}.{name}", old.get(name), new[name])
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (left, right) in enumerate(zip(old, new, strict=True)):
+            if left != right:
+                return first_difference(f"{key}.{index}", left, right)
+    return key, old, new
+
+
 def open_run(ledger: Ledger, settings: ServerSettings) -> RunRecord:
     """The recorded run, or a new one. Raises `RunDirectoryError` or `ConfigError` when it does not fit."""
     migrate(ledger)
@@ -46,9 +60,9 @@ def open_run(ledger: Ledger, settings: ServerSettings) -> RunRecord:
     # A table that did not exist when the run began had its defaults then.
     changed = [key for key in now if key in before and now[key] != before[key]]
     if refused := [key for key in changed if key not in MAY_CHANGE]:
-        key = refused[0]
+        key, old, new = first_difference(refused[0], before[refused[0]], now[refused[0]])
         raise ConfigError(
-            f"{key} was {before.get(key)!r} when run {run.run!r} began and is {now[key]!r} now: "
+            f"{key} was {old!r} when run {run.run!r} began and is {new!r} now: "
             f"put it back (these may change on resume: {', '.join(sorted(MAY_CHANGE))})"
         )
     if changed:

@@ -196,7 +196,7 @@ def _workers(status: RunStatus) -> Table:
         table.add_row(
             Text(worker.name),
             Text(worker.state, style="green" if worker.state == "connected" else "yellow"),
-            Text(f"{worker.running}/{worker.slots} running", style="dim"),
+            Text(f"{worker.running} jobs, {worker.slots} slots", style="dim"),
             Text(f"{worker.tokens_per_s:.0f} tokens/s", style="dim"),
             Text(worker.reason, style="yellow"),
         )

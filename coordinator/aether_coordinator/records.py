@@ -35,8 +35,9 @@ class Record(BaseModel):
         try:
             return cls.model_validate(msgpack.unpackb(data))
         except ValueError as error:
+            cause = str(error).partition("\n")[0]
             raise RunDirectoryError(
-                f"the state holds a {cls.__name__} that cannot be read: restore the run directory from a backup: {error}"
+                f"the state holds a {cls.__name__} that cannot be read ({cause}): restore the run directory"
             ) from error
 
     def with_(self, **changes: Any) -> Self:

@@ -6,15 +6,17 @@ is answered when its reply is queued to the ordered writer; the message is ackno
 
 import asyncio
 import contextlib
+import math
 
 import nats.errors
+from aether_common.arrays import unpack_floats
 from aether_common.bus import Bus
 from aether_common.crash import crash_point
 from aether_common.digests import sha256_bytes
 from aether_common.errors import MessageError
 from aether_common.names import Names, parse_reply
 from aether_common.pull import PullLoop
-from aether_common.wire import Reply, ReplyKind
+from aether_common.wire import Reason, Reply, ReplyKind
 from loguru import logger
 from nats.aio.msg import Msg
 
@@ -96,17 +98,17 @@ class ReplyIntake:
             return None
         self._counters.replies += 1
         record = self._record(job) or self._rebuild(reply)
-        if record is None:
+        if record is None and job not in self._dispatcher.turns:
             self._counters.replies_duplicate += 1
             logger.bind(job=job, worker=worker).debug("reply for an unknown or answered job dropped")
             return None
-        if record.worker != worker or record.dispatch != reply.dispatch:
+        if record is None or record.worker != worker or not is_of(reply, record):
             self._counters.replies_refused += 1
             logger.bind(job=job, worker=worker).info("reply of a superseded dispatch dropped")
             return None
         if reply.kind is not ReplyKind.OK:
             # An attached orphan has no turn yet: forget it, the rerun turn is dispatched anew.
-            if self._dispatcher.orphans.pop(job, None) is not None:
+            if self._dispatcher.drop_orphan(job):
                 return await self._ledger.enqueue(Write("dispatches", job.encode(), None))
             self._dispatcher.returned(reply)
             return None
@@ -135,7 +137,7 @@ class ReplyIntake:
         committed = await self._ledger.enqueue(
             Write("journal", record.journal, answer.encode()), Write("dispatches", job.encode(), None)
         )
-        self._dispatcher.orphans.pop(job, None)
+        self._dispatcher.drop_orphan(job)
         self._dispatcher.answered(answer)
         return committed
 
@@ -159,11 +161,11 @@ class ReplyIntake:
 
         Only for a running attempt that has no answer under this key, and for the dispatch that comes next.
         """
-        expected = self._dispatcher.expected(reply.key.encode())
         turn = self._dispatcher.turns.get(reply.job)
-        if expected is None or self._ledger.get("journal", reply.key.encode()) is not None:
-            return None
         if (turn.dispatch if turn else 0) != reply.dispatch or self._identify(reply.key) != (reply.job, reply.seed):
+            return None
+        expected = self._dispatcher.expected(reply.key.encode())
+        if expected is None or self._ledger.get("journal", reply.key.encode()) is not None:
             return None
         return DispatchRecord(
             job=reply.job,
@@ -179,6 +181,11 @@ class ReplyIntake:
         )
 
 
+def is_of(reply: Reply, record: DispatchRecord) -> bool:
+    """Whether a reply is of the recorded dispatch; who cannot read a job cannot echo its number."""
+    return reply.dispatch == record.dispatch or reply.reason is Reason.UNREADABLE
+
+
 def check_reply(reply: Reply, record: DispatchRecord) -> str:
     """What is wrong with a successful reply, empty if nothing is."""
     if (reply.adapter, reply.version) != (record.adapter, record.version):
@@ -190,4 +197,6 @@ def check_reply(reply: Reply, record: DispatchRecord) -> str:
         return "tokens and logprobs differ in length"
     if reply.finish_reason is None or not 1 <= count <= record.max_tokens:
         return f"{count} tokens, finish reason {reply.finish_reason}: expected 1 to {record.max_tokens}"
+    if not math.isfinite(sum(unpack_floats(reply.logprobs))):
+        return "a logprob is not finite"
     return ""

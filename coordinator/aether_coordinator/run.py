@@ -26,7 +26,7 @@ from aether_coordinator.evaluations import Evaluations
 from aether_coordinator.fleet import Fleet
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode
 from aether_coordinator.groups import Groups
-from aether_coordinator.journal import Claims
+from aether_coordinator.journal import Claims, TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.opening import open_run
 from aether_coordinator.ownership import Ownership
@@ -213,9 +213,12 @@ class Coordinator:
 
     def _expected(self, journal: bytes) -> Expected | None:
         """What an answer under a journal key must be sampled from; None when its attempt is over."""
-        episode, attempt, *_ = journal.decode(errors="replace").split("/")
-        record = self._groups.episodes.get(episode)
-        if record is None or record.state != "running" or str(record.attempt) != attempt:
+        try:
+            key = TurnKey.parse(journal.decode())
+        except ValueError:
+            return None
+        record = self._groups.episodes.get(key.episode)
+        if record is None or record.state != "running" or record.attempt != key.attempt:
             return None
         group = self._groups.groups[record.group]
         policy = self._policies.records.get(group.version)
@@ -240,13 +243,15 @@ class Coordinator:
                 tasks.create_task(self._watch())
                 if self._server is not None:
                     tasks.create_task(self._server.supervise())
+                # Before the first wait: a start can be stopped, too.
+                tasks.create_task(self._stop_on_request())
                 await ready.wait()
                 await self._reconcile()
                 tasks.create_task(self._ownership.keep())
                 tasks.create_task(self._trainer.supervise())
-                self._state = "running"
-                tasks.create_task(self._run_schedule())
-                tasks.create_task(self._stop_on_request())
+                if not self._stop.is_set():
+                    self._state = "running"
+                    tasks.create_task(self._run_schedule())
         except* Finished:
             if self._schedule.finished:
                 self._state = "finished"

@@ -62,16 +62,22 @@ class SamplingSettings(Section):
     """Sampling of a source."""
 
     temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy (evaluations only)."""
     max_tokens: int = Field(default=512, ge=1)
+    """Longest completion of one turn."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; 1 keeps all (train sources must)."""
     top_k: int = Field(default=0, ge=0)
+    """0 keeps all (train sources must)."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """Smallest probability relative to the largest; 0 keeps all (train sources must)."""
 
 
 class SourceSettings(Section):
     """What train and evaluation sources share."""
 
     name: SourceName
+    """Name in logs, results and metrics."""
     taskset: str
     """verifiers taskset id: an installed module with one `Taskset` in `__all__`."""
     taskset_args: dict[str, Any] = {}
@@ -79,6 +85,7 @@ class SourceSettings(Section):
     harness: str = "chat"
     """`chat` runs the conversation in the coordinator's process; else a verifiers harness id."""
     harness_args: dict[str, Any] = {}
+    """Fields of the harness's own config."""
     runtime: dict[str, Any] = {"type": "subprocess"}
     """verifiers runtime table of the agent, for example {type = "docker", image = "…"}."""
     max_turns: int | None = Field(default=None, ge=1)
@@ -86,6 +93,7 @@ class SourceSettings(Section):
     limit: int | None = Field(default=None, ge=1)
     """Only the first so many tasks."""
     sampling: SamplingSettings = SamplingSettings()
+    """Sampling parameters of this source."""
 
 
 class TrainSource(SourceSettings):
@@ -113,6 +121,7 @@ class EvalSource(SourceSettings):
     """An `[[eval]]` table: tasks that are never trained on, at pinned policy versions."""
 
     episodes_per_task: int = Field(default=1, ge=1)
+    """Episodes of each task."""
     every: int | None = Field(default=None, ge=1)
     """Evaluate every so many policy versions; the first and the last are always evaluated."""
 
@@ -136,6 +145,7 @@ class EpisodeSettings(Section):
     """Limits of running episodes."""
 
     max_concurrent: int = Field(default=256, ge=1)
+    """Episodes that run at the same time."""
     max_attempts: int = Field(default=3, ge=1)
     """Runs of one episode that infrastructure made fail before the group is dropped."""
     timeout_s: float = Field(default=3600.0, gt=0)
@@ -202,16 +212,20 @@ class ServerSettings(Settings):
     max_model_len: int = Field(ge=1)
     """Longest prompt plus completion, in tokens; workers must serve at least this."""
     train: list[TrainSource] = Field(min_length=1)
+    """What is trained on."""
     eval: list[EvalSource] = []
+    """What is measured."""
     batch: BatchSettings = BatchSettings()
     episodes: EpisodeSettings = EpisodeSettings()
     trainer: TrainerProcess
+    """The trainer's process."""
     retention: RetentionSettings = RetentionSettings()
     watchdog: WatchdogSettings = WatchdogSettings()
     nats: NatsSettings = NatsSettings()
     gateway: GatewaySettings = GatewaySettings()
     control: ControlSettings = ControlSettings()
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe messages that are logged."""
 
     @field_validator("run")
     @classmethod

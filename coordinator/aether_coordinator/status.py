@@ -17,6 +17,7 @@ class WorkerStatus(_Part):
     engine: str = ""
     slots: int = 0
     running: int = 0
+    """Jobs in its hands: generating, or prefetched for the next free slot."""
     tokens_per_s: float = 0.0
     adapters: int = 0
     last_seen_s: float = 0.0

@@ -176,7 +176,11 @@ class Streams:
 
     async def purge_job(self, job: str) -> None:
         """Take a pending job off every lane."""
-        await self.js.purge_stream(self._names.jobs, subject=self._names.job_anywhere(job))
+        await self.purge_subject(self._names.job_anywhere(job))
+
+    async def purge_subject(self, subject: str) -> None:
+        """Remove what is pending on a subject of the job stream."""
+        await self.js.purge_stream(self._names.jobs, subject=subject)
 
     async def pending_jobs(self) -> dict[str, str]:
         """Job id to subject of every job on a lane, delivered or not."""

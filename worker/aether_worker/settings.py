@@ -116,7 +116,9 @@ class WorkerSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Serving dtype, the same on every machine of the run."""
     quantization: Literal["none"] = "none"
+    """Quantisation of the served weights; none is supported."""
     engine: Literal["vllm", "transformers", "null"] = "vllm"
+    """vllm on a GPU, transformers on a CPU; null answers without a model (benchmarks)."""
     slots: int = Field(default=32, ge=1)
     """Jobs that generate at the same time."""
     prefetch: int = Field(default=8, ge=0)
@@ -133,6 +135,7 @@ class WorkerSettings(Settings):
     vllm: VllmSettings = VllmSettings()
     null: NullSettings = NullSettings()
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe messages that are logged."""
 
     @property
     def window(self) -> int:
