@@ -71,10 +71,8 @@ def unpack(data: bytes) -> dict[str, Any]:
     return body
 
 
-class Sampling(BaseModel):
+class Sampling(BaseModel, extra="forbid", frozen=True):
     """Sampling parameters, normalised: what is not here is neutral."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     NEUTRAL: ClassVar[dict[str, float]] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 

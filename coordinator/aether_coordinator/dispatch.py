@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import nats.errors
 from aether_common.bus import Bus
+from aether_common.confirm import Confirmed
 from aether_common.crash import crash_point
 from aether_common.errors import AetherError, MessageError
 from aether_common.names import Names, parse_job
@@ -30,6 +31,7 @@ from aether_coordinator.status import Counters
 from aether_coordinator.streams import Streams
 
 MAX_FAILURES = 3
+PUBLISH_S = 10.0
 PUBLISH_RETRY_S = 1.0
 WRONG_LAST_SEQUENCE = 10071
 COUNTED = (Reason.ENGINE, Reason.UNREADABLE, Reason.ADAPTER)
@@ -104,6 +106,7 @@ class Dispatcher:
 
     def __init__(self, bus: Bus, names: Names, ledger: Ledger, streams: Streams, counters: Counters) -> None:
         self._bus = bus
+        self._confirmed = Confirmed(bus)
         self._names = names
         self._ledger = ledger
         self._streams = streams
@@ -229,7 +232,7 @@ class Dispatcher:
         while self._is_current(turn, worker, dispatch):
             await self._bus.connected.wait()
             try:
-                await self._streams.js.publish(subject, self._job(turn).encode(), timeout=10, headers=headers)
+                await self._confirmed.publish(subject, self._job(turn).encode(), PUBLISH_S, headers)
                 crash_point("job.after_publish")
                 return
             except APIError as error:

@@ -151,10 +151,8 @@ class Gateway:
     async def _turn(self, episode: OpenEpisode, body: dict[str, Any], session: str) -> TurnRecord:
         tokens = body["token_ids"]
         sampling = self._sampling(body.get("sampling_params") or {}, episode.source, len(tokens))
-        if not tokens or not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
-            raise RequestRefused("token_ids: give at least one id, all within the vocabulary")
+        prompt = self._prompt(tokens)
         episode.sessions.add(session)
-        prompt = pack_tokens(tokens)
         key = episode.claims.claim(request_digest(prompt, sampling, "policy"))
         if (recorded := self._ledger.get("journal", key.journal)) is not None:
             self._counters.turns_replayed += 1
@@ -187,6 +185,15 @@ class Gateway:
             raise
         finally:
             episode.waited_s += time.monotonic() - episode.waiting_since.pop(call)
+
+    def _prompt(self, tokens: list[int]) -> bytes:
+        try:
+            # Packing refuses what is no whole number or negative.
+            if tokens and (prompt := pack_tokens(tokens)) and max(tokens) < self._vocab_size:
+                return prompt
+        except (TypeError, OverflowError):
+            pass
+        raise RequestRefused("token_ids: give at least one id, all within the vocabulary")
 
     def _sampling(self, given: dict[str, Any], source: SourceSettings, prompt_length: int) -> Sampling:
         """Normalise a request's parameters. Raises `RequestRefused` or `PromptTooLong`."""

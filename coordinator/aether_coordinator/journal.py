@@ -8,6 +8,7 @@ job whose id and seed derive from the same hash. Errors are never journaled.
 import hashlib
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from aether_common.digests import canonical_json, is_digest, sha256_bytes
 from aether_common.wire import Sampling
@@ -54,8 +55,12 @@ class TurnKey:
 
 def request_digest(prompt: bytes, sampling: Sampling, role: str) -> str:
     """`prompt` holds uint32 token ids."""
-    head = canonical_json({"sampling": sampling.model_dump(mode="json"), "role": role})
-    return sha256_bytes(head + b"\n" + prompt)
+    return sha256_bytes(_request_head(sampling, role) + b"\n" + prompt)
+
+
+@lru_cache(maxsize=1024)
+def _request_head(sampling: Sampling, role: str) -> bytes:
+    return canonical_json({"sampling": sampling.model_dump(mode="json"), "role": role})
 
 
 @dataclass(slots=True)

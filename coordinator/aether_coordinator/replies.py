@@ -42,6 +42,8 @@ class ReplyIntake:
         self._counters = counters
         self._run_seed = run_seed
         self._queue: asyncio.Queue[Msg] = asyncio.Queue()
+        self._taken: asyncio.Queue[tuple[Msg, asyncio.Future[None] | None]] = asyncio.Queue()
+        """To be acknowledged once what they led to is durable."""
         self._loop = PullLoop(
             bus,
             f"$JS.API.CONSUMER.MSG.NEXT.{names.replies}.{REPLIES_CONSUMER}",
@@ -57,10 +59,10 @@ class ReplyIntake:
         """Take replies until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._loop.run())
+            tasks.create_task(self._acknowledge())
             while True:
                 message = await self._queue.get()
-                committed = await self._take(message)
-                tasks.create_task(self._acknowledge(message, committed))
+                self._taken.put_nowait((message, await self._take(message)))
 
     async def drained(self, sequence: int, timeout_s: float) -> bool:
         """Wait until every reply up to `sequence` of the stream was taken."""
@@ -73,17 +75,20 @@ class ReplyIntake:
             return False
         return True
 
-    async def _acknowledge(self, message: Msg, committed: asyncio.Future[None] | None) -> None:
-        if committed is not None:
-            await committed
-        crash_point("reply.before_ack")
-        # Lost with the connection: it comes again, is found journaled and counts as a duplicate.
-        with contextlib.suppress(nats.errors.Error):
-            await message.ack()
-        crash_point("reply.after_ack")
-        self._loop.release()
-        self._processed = max(self._processed, message.metadata.sequence.stream)
-        self._progress.set()
+    async def _acknowledge(self) -> None:
+        """In the order in which they were taken, which is that of the ledger's commits."""
+        while True:
+            message, committed = await self._taken.get()
+            if committed is not None:
+                await committed
+            crash_point("reply.before_ack")
+            # Lost with the connection: it comes again, is found journaled and counts as a duplicate.
+            with contextlib.suppress(nats.errors.Error):
+                await message.ack()
+            crash_point("reply.after_ack")
+            self._loop.release()
+            self._processed = max(self._processed, message.metadata.sequence.stream)
+            self._progress.set()
 
     async def _take(self, message: Msg) -> asyncio.Future[None] | None:
         """Account for one reply; the future is done when it is durable, None when nothing is written."""

@@ -30,6 +30,7 @@ from aether_coordinator.journal import Claims, TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.opening import open_run
 from aether_coordinator.ownership import Ownership
+from aether_coordinator.pauses import freeze_heap
 from aether_coordinator.policies import Policies
 from aether_coordinator.records import DispatchRecord, EpisodeRecord, GroupRecord
 from aether_coordinator.replies import ReplyIntake
@@ -96,6 +97,7 @@ class Coordinator:
             await self._policies.report_newer()
             await source_module.serve(list(self._sources.values()), stack)
             try:
+                freeze_heap()
                 await self._work()
             finally:
                 self._write_last_status()

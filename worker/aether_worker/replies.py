@@ -4,13 +4,13 @@ A reply that is refused (a full stream) or unanswered (no connection) is held an
 ever, and only while connected; its job stays held and is acknowledged afterwards.
 """
 
-import json
-
+import nats.errors
 from aether_common.bus import Bus
-from aether_common.errors import BusError
+from aether_common.confirm import Confirmed
 from aether_common.names import Names
 from aether_common.wire import Reason, Reply, ReplyKind
 from loguru import logger
+from nats.js.errors import APIError
 
 from aether_worker.artifacts import backoff
 
@@ -22,6 +22,7 @@ TOO_LARGE = 10054
 class Replies:
     def __init__(self, bus: Bus, names: Names) -> None:
         self._bus = bus
+        self._confirmed = Confirmed(bus)
         self._names = names
 
     async def publish(self, reply: Reply) -> None:
@@ -48,14 +49,12 @@ class Replies:
         if len(payload) > self._bus.client.max_payload:
             return "larger than the server's max_payload", True
         try:
-            answer = json.loads((await self._bus.request(subject, payload, CONFIRM_S)).data)
-        except BusError as error:
-            return str(error), False
-        except ValueError as error:
-            return f"not a confirmation: {error}", False
-        if error := answer.get("error"):
-            return str(error.get("description", error)), error.get("err_code") == TOO_LARGE
-        return None if "seq" in answer else (f"not a confirmation: {answer}", False)
+            await self._confirmed.publish(subject, payload, CONFIRM_S)
+        except APIError as error:
+            return str(error.description or error), error.err_code == TOO_LARGE
+        except nats.errors.Error as error:
+            return str(error) or type(error).__name__, False
+        return None
 
 
 def too_large(reply: Reply, size: int) -> Reply:
