@@ -94,6 +94,7 @@ class Coordinator:
             self._load_state()
             await self._streams.declare()
             await self._ownership.claim()
+            await self._streams.deliver_again()
             await self._policies.report_newer()
             await source_module.serve(list(self._sources.values()), stack)
             try:

@@ -66,20 +66,34 @@ class Streams:
                     **self._common(),
                 )
             )
-            await self.js.add_consumer(
-                names.replies,
-                ConsumerConfig(
-                    durable_name=REPLIES_CONSUMER,
-                    ack_policy=AckPolicy.EXPLICIT,
-                    ack_wait=60,
-                    max_deliver=-1,
-                    max_ack_pending=4096,
-                ),
-            )
+            await self._replies_consumer()
             self.policies = await self._bucket()
             self.artifacts = await self._object_store()
         except Error as error:
             raise BusError(f"JetStream refuses the streams of run {self._names.run}: {error}") from error
+
+    async def _replies_consumer(self) -> None:
+        await self.js.add_consumer(
+            self._names.replies,
+            ConsumerConfig(
+                durable_name=REPLIES_CONSUMER,
+                ack_policy=AckPolicy.EXPLICIT,
+                ack_wait=60,
+                max_deliver=-1,
+                max_ack_pending=4096,
+            ),
+        )
+
+    async def deliver_again(self) -> None:
+        """Let the replies that a predecessor took and did not acknowledge come at once, not after its lease.
+
+        For the start of the owner of the bus only, before anything is pulled.
+        """
+        try:
+            await self.js.delete_consumer(self._names.replies, REPLIES_CONSUMER)
+            await self._replies_consumer()
+        except Error as error:
+            raise BusError(f"JetStream refuses the replies of run {self._names.run}: {error}") from error
 
     def _common(self) -> dict[str, Any]:
         return {
@@ -192,5 +206,11 @@ class Streams:
         return (await self.js.get_last_msg(self._names.jobs, subject)).data or b""
 
     async def last_reply(self) -> int:
-        """Sequence of the newest reply in the stream."""
-        return (await self.js.stream_info(self._names.replies)).state.last_seq
+        """Sequence of the newest reply that is still in the stream, 0 when there is none.
+
+        Not the stream's last sequence: that one counts replies that were acknowledged, and never come again.
+        """
+        try:
+            return (await self.js.get_last_msg(self._names.replies, self._names.all_replies)).seq or 0
+        except NotFoundError:
+            return 0
