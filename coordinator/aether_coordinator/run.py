@@ -72,6 +72,7 @@ class Coordinator:
         self._server = EmbeddedServer(settings) if settings.nats.url is None else None
         self._state: RunState = "starting"
         self._stop = asyncio.Event()
+        self._reconciled = asyncio.Event()
         self._steps_done: list[StepStatus] = []
         self._progress = time.monotonic()
         """When the last step was completed, or this process began."""
@@ -146,6 +147,7 @@ class Coordinator:
             run=settings.run,
             run_uuid=self._run.uuid,
             identity=settings.base_model,
+            bus_connected=bus.connected,
         )
         self._gateway = Gateway(
             ledger,
@@ -249,7 +251,7 @@ class Coordinator:
                 # Before the first wait: a start can be stopped, too.
                 tasks.create_task(self._stop_on_request())
                 await ready.wait()
-                await self._reconcile()
+                await self._reconciled.wait()
                 tasks.create_task(self._ownership.keep())
                 tasks.create_task(self._trainer.supervise())
                 if not self._stop.is_set():
@@ -309,29 +311,40 @@ class Coordinator:
         return await run_attempt(opened, source, self._gateway, client, self._settings.episodes.timeout_s)
 
     async def _keep_reconciled(self) -> None:
-        """Reconcile after every reconnect, and when a look at the streams shows that something is gone."""
-        reconnected = asyncio.Event()
-        self._bus.on_reconnect(reconnected.set)
+        """Reconcile at the start, after every reconnect, and when a look at the streams shows that one is gone."""
+        wanted = asyncio.Event()
+        wanted.set()
+        self._bus.on_reconnect(wanted.set)
         while True:
             try:
                 async with asyncio.timeout(HEALTH_S):
-                    await reconnected.wait()
+                    await wanted.wait()
             except TimeoutError:
-                if not self._bus.connected.is_set() or await self._streams.healthy():
+                if await self._bus_well():
                     continue
-                logger.warning("streams of the run are gone or do not answer: declaring them again")
-            reconnected.clear()
+            wanted.clear()
             try:
                 await self._reconcile()
+                self._reconciled.set()
+            except RunDirectoryError:
+                raise
             except (AetherError, nats.errors.Error, TimeoutError) as error:
-                if isinstance(error, RunDirectoryError):
-                    raise
                 logger.warning("reconciliation failed, trying again: {}", error or type(error).__name__)
-                if self._server is not None and self._bus.connected.is_set():
-                    # A JetStream that saw a write error, or lost its files, is cured by a restart only.
-                    self._server.restart()
                 await asyncio.sleep(2)
-                reconnected.set()
+                wanted.set()
+
+    async def _bus_well(self) -> bool:
+        """Look at the connected bus; an embedded server that only a restart cures is restarted."""
+        if not self._bus.connected.is_set():
+            return True  # The reconnect will reconcile.
+        if self._server is not None and (ailment := await self._server.ailment(self._streams.streams)):
+            logger.warning("restarting nats-server: {}", ailment)
+            self._server.restart()
+            return True
+        if await self._streams.healthy():
+            return True
+        logger.warning("streams of the run are gone or do not answer: declaring them again")
+        return False
 
     async def _reconcile(self) -> None:
         """After a start or reconnect: declare what is missing, take the replies, publish the rest again."""

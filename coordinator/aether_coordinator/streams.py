@@ -162,11 +162,15 @@ class Streams:
         info = await self.js.stream_info(stream)
         await self.js.update_stream(info.config.evolve(metadata=self._metadata))
 
+    @property
+    def streams(self) -> tuple[str, str, str, str]:
+        names = self._names
+        return names.jobs, names.replies, f"KV_{names.policies}", names.artifacts_stream
+
     async def healthy(self) -> bool:
         """Whether all streams are there and answer."""
-        names = self._names
         try:
-            for stream in (names.jobs, names.replies, f"KV_{names.policies}", names.artifacts_stream):
+            for stream in self.streams:
                 await self.js.stream_info(stream)
         except (Error, TimeoutError):
             return False
