@@ -77,9 +77,7 @@ def verify_adapter(run_root: Path, step: int) -> CheckpointManifest:
     try:
         actual = file_list_digest(list_files(directory, ADAPTER_FILES))
     except OSError as error:
-        raise RunDirectoryError(
-            f"the adapter of checkpoint {step} is gone ({error}): remove that checkpoint"
-        ) from error
+        raise RunDirectoryError(f"the adapter of checkpoint {step} is gone: remove the checkpoint ({error})") from error
     if actual != manifest.adapter:
         raise RunDirectoryError(f"the adapter in {directory} does not match its manifest: remove that checkpoint")
     return manifest

@@ -30,6 +30,12 @@ class RunDirectoryError(AetherError):
     exit_code = 4
 
 
+class DiskError(RunDirectoryError):
+    """A disk refuses a write: full, read-only, no permission. Writing again later can help."""
+
+    exit_code = 12
+
+
 class BusError(AetherError):
     """nats-server cannot be reached, refuses us, or belongs to another run."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from aether_common.errors import RunDirectoryError
+from aether_common.errors import DiskError, RunDirectoryError
 
 TEMPORARY = ".tmp-"
 """Prefix of names that a crash may leave behind and a start may delete."""
@@ -38,7 +38,7 @@ def fsync_tree(path: Path) -> None:
 def write_durably(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` by `data`: readers see the old or the new content, also after a power failure.
 
-    Raises `RunDirectoryError` when the disk is full or read-only.
+    Raises `DiskError` when the disk refuses it.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
     try:
@@ -87,7 +87,7 @@ def remove_temporaries(directory: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def disk_error(error: OSError, path: Path) -> RunDirectoryError:
+def disk_error(error: OSError, path: Path) -> DiskError:
     """Translate an `OSError` while writing `path` into a message with a remedy."""
     remedies = {
         errno.ENOSPC: "the disk is full: free space and start again, nothing that was committed is lost",
@@ -97,7 +97,7 @@ def disk_error(error: OSError, path: Path) -> RunDirectoryError:
         errno.EEXIST: "a file is in the way: remove it, or choose another directory",
         errno.ENOTDIR: "a part of the path is a file: choose another directory",
     }
-    return RunDirectoryError(f"cannot write {path}: {remedies.get(error.errno or 0, error.strerror or str(error))}")
+    return DiskError(f"cannot write {path}: {remedies.get(error.errno or 0, error.strerror or str(error))}")
 
 
 class FileLock:

@@ -98,7 +98,7 @@ class Batches:
             lag=sum(lag(step, group.version) for group in groups) / len(groups),
         )
         crash_point("batch.before_write")
-        await asyncio.to_thread(self._write_temporary, record.step, data)
+        await self._ledger.write_file(lambda: self._write_temporary(step, data))
         crash_point("batch.before_commit")
         batched = [group.batched(step) for group in groups]
         self._counters.groups_trained += len(groups)
@@ -110,7 +110,7 @@ class Batches:
         self.records[step] = record
         self._groups.forget(record.groups)
         crash_point("batch.before_rename")
-        await asyncio.to_thread(self._rename, record)
+        await self._ledger.write_file(lambda: self._rename(record))
         crash_point("batch.after_rename")
         logger.bind(step=step).info(
             "batch {}: {} groups, {} tokens, mean reward {:.3f}", step, len(groups), tokens, record.reward
@@ -133,9 +133,13 @@ class Batches:
             batch_path(self._settings.run_root, record.step),
             temporary_path(self._settings.run_root, record.step),
         )
-        if not temporary.is_file() or sha256_file(temporary) != record.digest:
+        try:
+            if temporary.is_file() and sha256_file(temporary) == record.digest:
+                temporary.rename(path)
+            fsync_directory(path.parent)
+        except OSError as error:
+            raise disk_error(error, path) from error
+        if not path.is_file() or sha256_file(path) != record.digest:
             raise RunDirectoryError(
                 f"the committed batch of step {record.step} is missing: neither {path} nor {temporary} holds it"
             )
-        temporary.rename(path)
-        fsync_directory(path.parent)

@@ -23,7 +23,7 @@ from aether_common.identity import compute_identity, differences, resolve_model
 from aether_coordinator.embedded import EmbeddedServer, answers, server_binary
 from aether_coordinator.ledger import Ledger
 from aether_coordinator.loopback import port_in_use
-from aether_coordinator.opening import open_run
+from aether_coordinator.opening import changed_settings
 from aether_coordinator.settings import ServerSettings, SourceSettings
 
 MIN_FREE_GIB = 2
@@ -60,11 +60,7 @@ def before_start(settings: ServerSettings) -> None:
         _trainer_settings(settings)
         for source in (*settings.train, *settings.eval):
             _is_installed(source)
-        ledger = Ledger(settings.run_root / "state")
-        try:
-            open_run(ledger, settings)
-        finally:
-            ledger.close()
+        _recorded(settings)
         _nats(settings)
         if settings.nats.url is None:
             server = EmbeddedServer(settings)
@@ -95,11 +91,16 @@ def _run_directory(settings: ServerSettings) -> None:
     if (root / "coordinator.lock").is_file():
         lock_run(settings).release()
     if (root / "state").is_dir():
-        ledger = Ledger(root / "state")
-        try:
-            open_run(ledger, settings)
-        finally:
-            ledger.close()
+        _recorded(settings)
+
+
+def _recorded(settings: ServerSettings) -> None:
+    """Refuse the state of another run, and settings that may not change."""
+    ledger = Ledger(settings.run_root / "state")
+    try:
+        changed_settings(ledger, settings)
+    finally:
+        ledger.close()
 
 
 def _base_model(settings: ServerSettings) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aether_common.crash import crash_point
-from aether_common.files import write_durably
+from aether_common.files import make_directory, write_durably
 
 from aether_coordinator.groups import Groups
+from aether_coordinator.ledger import Ledger
 from aether_coordinator.records import EpisodeRecord, GroupRecord
 from aether_coordinator.samples import decode_episode, trainable_traces
 from aether_coordinator.settings import EvalSource
@@ -43,7 +44,10 @@ def is_due(source: EvalSource, version: int, last: int) -> bool:
 class Evaluations:
     """Opens due evaluations and writes their results."""
 
-    def __init__(self, groups: Groups, sources: dict[str, Source], run_root: Path, last_version: int) -> None:
+    def __init__(
+        self, ledger: Ledger, groups: Groups, sources: dict[str, Source], run_root: Path, last_version: int
+    ) -> None:
+        self._ledger = ledger
         self._groups = groups
         self._sources = sources
         self._directory = run_root / "evals"
@@ -73,17 +77,15 @@ class Evaluations:
                     evaluation.finished[group.task] = group
                     evaluation.rewards += finished_rewards(self._groups.recorded_episodes(group))
 
-        for evaluation in list(self.running.values()):
-            if len(evaluation.finished) == evaluation.total:
-                self._write(evaluation)
-
-    def begin(self, version: int) -> None:
-        """Note the evaluations that are due at a newly activated version."""
+    async def begin(self, version: int) -> None:
+        """Note the evaluations that are due at an activated version; write one that a crash kept from its file."""
         for name, source in self._sources.items():
             assert isinstance(source.settings, EvalSource)
             key = (name, version)
             if is_due(source.settings, version, self._last) and key not in self.running and key not in self.done:
                 self.running[key] = Evaluation(name, version, total=len(source.tasks))
+            if key in self.running:
+                await self._write_if_complete(self.running[key])
 
     def next_task(self) -> tuple[str, int, int] | None:
         """(source, version, task) of the next evaluation group to open, oldest evaluation first."""
@@ -103,25 +105,30 @@ class Evaluations:
         assert isinstance(settings, EvalSource)
         return settings.episodes_per_task
 
-    def finish(self, group: GroupRecord) -> None:
+    async def finish(self, group: GroupRecord) -> None:
         """A group of an evaluation is done; write the file when it was the last."""
         evaluation = self.running[group.source, group.version]
         evaluation.finished[group.task] = group
         evaluation.rewards += finished_rewards(self._groups.of(group))
         self._groups.forget([group.id])
-        if len(evaluation.finished) == evaluation.total:
-            self._write(evaluation)
+        await self._write_if_complete(evaluation)
 
-    def _write(self, evaluation: Evaluation) -> None:
+    async def _write_if_complete(self, evaluation: Evaluation) -> None:
+        if len(evaluation.finished) < evaluation.total:
+            return
         lines = [
             json.dumps(self._line(group, episode))
             for group in sorted(evaluation.finished.values(), key=lambda group: group.task)
             for episode in self._groups.recorded_episodes(group)
         ]
         path = self.path(evaluation.source, evaluation.version)
-        path.parent.mkdir(parents=True, exist_ok=True)
         crash_point("evaluation.before_write")
-        write_durably(path, "".join(line + "\n" for line in lines).encode())
+
+        def write() -> None:
+            make_directory(path.parent)
+            write_durably(path, "".join(line + "\n" for line in lines).encode())
+
+        await self._ledger.write_file(write)
         crash_point("evaluation.after_write")
         key = (evaluation.source, evaluation.version)
         del self.running[key]

@@ -116,7 +116,8 @@ class Groups:
         """Commit the trace and the acceptance in one transaction."""
         digest = sha256_bytes(outcome.trace)
         if len(outcome.trace) > INLINE_TRACE:
-            await asyncio.to_thread(write_durably, self._traces / f"{digest}.msgpack", outcome.trace)
+            file = self._traces / f"{digest}.msgpack"
+            await self._ledger.write_file(lambda: write_durably(file, outcome.trace))
             trace = []
         else:
             trace = [Write("traces", digest.encode(), outcome.trace)]

@@ -37,7 +37,7 @@ class Cut:
     too_old: list[GroupRecord]
     """Ready or open groups that no batch may take any more."""
     waits_for: list[GroupRecord]
-    """Running groups on their last admissible step."""
+    """Running groups that the batch must not leave to later ones, which have no room for all of them."""
 
 
 def cut(
@@ -46,13 +46,21 @@ def cut(
     """Decide about the batch of `next_step` from the open and ready train groups.
 
     The ready groups with the lowest ids are taken, never the first to finish: those would be the
-    short ones. Running groups that could not enter a later batch are waited for, up to a deadline.
+    short ones. A batch waits, up to a deadline, for running groups that it would leave without a place:
+    versions rise with the ids, so the i-th group that is left enters, at best, the (i // groups per
+    batch)-th batch after this one, and must not be too old there.
     """
     unbatched = sorted((group for group in groups if group.state in ("open", "ready")), key=lambda group: group.id)
     too_old = [group for group in unbatched if lag(next_step, group.version) > max_lag]
     admissible = [group for group in unbatched if lag(next_step, group.version) <= max_lag]
-    ready = [group for group in admissible if group.state == "ready"]
-    waits_for = [group for group in admissible if group.state == "open" and lag(next_step, group.version) == max_lag]
-    enough = len(ready) >= groups_per_batch
-    take = ready[:groups_per_batch] if enough and (deadline_passed or not waits_for) else []
+    take = [group for group in admissible if group.state == "ready"][:groups_per_batch]
+    left = [group for group in admissible if group not in take]
+    without_place = [
+        index
+        for index, group in enumerate(left)
+        if lag(step_for_new_group(next_step + 1, index, groups_per_batch), group.version) > max_lag
+    ]
+    waits_for = [group for group in left[: max(without_place, default=-1) + 1] if group.state == "open"]
+    if len(take) < groups_per_batch or (waits_for and not deadline_passed):
+        take = []
     return Cut(take=take, too_old=too_old, waits_for=waits_for)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
-from aether_common.errors import RunDirectoryError
+from aether_common.errors import DiskError, RunDirectoryError
 from aether_common.files import disk_error
 from loguru import logger
 
@@ -108,6 +108,21 @@ class Ledger:
         """Everything accepted so far is durable on return."""
         await self.commit()
 
+    async def write_file(self, write: Callable[[], None]) -> None:
+        """Run `write`, which raises `DiskError` where the disk refuses it, in a thread until it succeeds."""
+        while True:
+            try:
+                await asyncio.to_thread(write)
+                self._failing = False
+                return
+            except DiskError as error:
+                await self._wait_for_space(error)
+
+    async def _wait_for_space(self, error: DiskError) -> None:
+        logger.error("{}; trying again every {:.0f} s", error, RETRY_S)
+        self._failing = True
+        await asyncio.sleep(RETRY_S)
+
     async def _persist(self, writes: list[Write]) -> None:
         while True:
             try:
@@ -118,10 +133,7 @@ class Ledger:
                 return
             except (lmdb.Error, OSError) as error:
                 number = getattr(error, "errno", None) or errno.ENOSPC
-                message = disk_error(OSError(number, str(error)), Path(self._environment.path()))
-                logger.error("{} ({}); trying again every {:.0f} s", message, error, RETRY_S)
-                self._failing = True
-                await asyncio.sleep(RETRY_S)
+                await self._wait_for_space(disk_error(OSError(number, str(error)), Path(self._environment.path())))
 
     def _write(self, writes: list[Write]) -> None:
         with self._environment.begin(write=True) as transaction:

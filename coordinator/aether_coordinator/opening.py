@@ -5,6 +5,7 @@ import time
 import uuid
 from typing import Any
 
+import msgpack
 from aether_common.errors import ConfigError, RunDirectoryError
 from loguru import logger
 
@@ -42,8 +43,34 @@ def first_difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
     return key, old, new
 
 
+def changed_settings(ledger: Ledger, settings: ServerSettings) -> list[str]:
+    """The settings that differ from the recorded ones and may; writes nothing, reads every schema.
+
+    Raises `RunDirectoryError` for the state of another run, `ConfigError` for a setting that may not change.
+    """
+    recorded = ledger.get("run", b"run")
+    if recorded is None:
+        return []
+    run = msgpack.unpackb(recorded)
+    if run["run"] != settings.run:
+        raise RunDirectoryError(
+            f"{settings.run_root} belongs to run {run['run']!r}, not {settings.run!r}: choose another run_root"
+        )
+    now, before = settings.model_dump(mode="json"), json.loads(run["settings"])
+    # A table that did not exist when the run began had its defaults then.
+    changed = [key for key in now if key in before and now[key] != before[key]]
+    if refused := [key for key in changed if key not in MAY_CHANGE]:
+        key, old, new = first_difference(refused[0], before[refused[0]], now[refused[0]])
+        raise ConfigError(
+            f"{key} was {old!r} when run {settings.run!r} began and is {new!r} now: "
+            f"put it back (these may change on resume: {', '.join(sorted(MAY_CHANGE))})"
+        )
+    return changed
+
+
 def open_run(ledger: Ledger, settings: ServerSettings) -> RunRecord:
     """The recorded run, or a new one. Raises `RunDirectoryError` or `ConfigError` when it does not fit."""
+    changed = changed_settings(ledger, settings)
     migrate(ledger)
     now = settings.model_dump(mode="json")
     recorded = ledger.get("run", b"run")
@@ -52,19 +79,6 @@ def open_run(ledger: Ledger, settings: ServerSettings) -> RunRecord:
         ledger.commit_now(Write("run", b"run", run.encode()))
         return run
     run = RunRecord.decode(recorded)
-    if run.run != settings.run:
-        raise RunDirectoryError(
-            f"{settings.run_root} belongs to run {run.run!r}, not {settings.run!r}: choose another run_root"
-        )
-    before = json.loads(run.settings)
-    # A table that did not exist when the run began had its defaults then.
-    changed = [key for key in now if key in before and now[key] != before[key]]
-    if refused := [key for key in changed if key not in MAY_CHANGE]:
-        key, old, new = first_difference(refused[0], before[refused[0]], now[refused[0]])
-        raise ConfigError(
-            f"{key} was {old!r} when run {run.run!r} began and is {new!r} now: "
-            f"put it back (these may change on resume: {', '.join(sorted(MAY_CHANGE))})"
-        )
     if changed:
         logger.info("resumed with changed settings: {}", ", ".join(changed))
         run = run.with_(settings=json.dumps(now))

@@ -122,6 +122,9 @@ class ReplyIntake:
             logger.bind(job=job, worker=worker).warning("reply refused: {}", problem)
             if (turn := self._dispatcher.turns.get(job)) is not None:
                 self._dispatcher.reassign(turn, counted=True, reason=problem)
+            elif self._dispatcher.drop_orphan(job):
+                # The turn that asks for it again must not wait for a job that is over.
+                return await self._ledger.enqueue(Write("dispatches", job.encode(), None))
             return None
         assert reply.finish_reason is not None
         answer = TurnRecord(

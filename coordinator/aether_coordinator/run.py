@@ -12,7 +12,7 @@ import nats.errors
 from aether_common.bus import Bus, read_seed
 from aether_common.checkpoint import checkpoint_path, complete_steps, read_manifest
 from aether_common.errors import AetherError, RunDirectoryError
-from aether_common.files import FileLock, remove_temporaries, write_durably
+from aether_common.files import FileLock, make_directory, remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
 from loguru import logger
@@ -32,7 +32,7 @@ from aether_coordinator.opening import open_run
 from aether_coordinator.ownership import Ownership
 from aether_coordinator.pauses import freeze_heap
 from aether_coordinator.policies import Policies
-from aether_coordinator.records import DispatchRecord, EpisodeRecord, GroupRecord
+from aether_coordinator.records import BatchRecord, DispatchRecord, EpisodeRecord, GroupRecord
 from aether_coordinator.replies import ReplyIntake
 from aether_coordinator.rollout import Outcome, client_config, run_attempt
 from aether_coordinator.schedule import Schedule
@@ -165,7 +165,7 @@ class Coordinator:
         self._groups = Groups(ledger, self._root, counters, max_attempts=settings.episodes.max_attempts)
         self._batches = Batches(settings, ledger, self._groups, counters)
         evals = {source.name: self._sources[source.name] for source in settings.eval}
-        self._evaluations = Evaluations(self._groups, evals, self._root, settings.steps)
+        self._evaluations = Evaluations(ledger, self._groups, evals, self._root, settings.steps)
         self._trainer = Trainer(settings, self._on_checkpoint, busy=self._training)
         self._schedule = Schedule(
             settings,
@@ -414,29 +414,23 @@ class Coordinator:
         await self._policies.publish(version)
         self._progress = time.monotonic()
         if batch is not None:
-            self._record_step(
-                StepStatus(
-                    step=version,
-                    reward=batch.reward,
-                    tokens=batch.tokens,
-                    lag=batch.lag,
-                    finished_s=time.time(),
-                    **{key: metrics[key] for key in ("loss", "kl", "entropy", "grad_norm") if key in metrics},
-                )
-            )
+            shown = {key: metrics[key] for key in ("loss", "kl", "entropy", "grad_norm") if key in metrics}
+            self._steps_done.append(step_status(batch, time.time(), **shown))
+            await self._ledger.write_file(self._write_steps)
             logger.bind(step=version).info("step {} trained, mean reward {:.3f}", version, batch.reward)
-        self._evaluations.begin(version)
+        await self._evaluations.begin(version)
         self._fleet.announce()
         self._schedule.wake()
 
-    def _record_step(self, step: StepStatus) -> None:
-        if self._steps_done and self._steps_done[-1].step >= step.step:
-            return
-        self._steps_done.append(step)
+    def _write_steps(self) -> None:
+        """Bring metrics/steps.jsonl up to date: one line per published step, also those that a crash left out."""
         path = self._root / "metrics" / "steps.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a") as file:
-            file.write(step.model_dump_json() + "\n")
+        known = {step.step for step in self._steps_done}
+        missing = [record for step, record in self._batches.records.items() if step <= self._policies.newest]
+        self._steps_done += [step_status(record, 0.0) for record in missing if record.step not in known]
+        self._steps_done.sort(key=lambda step: step.step)
+        make_directory(path.parent)
+        write_durably(path, "".join(step.model_dump_json() + "\n" for step in self._steps_done).encode())
 
     # ---- status ------------------------------------------------------------------------------------
 
@@ -474,6 +468,13 @@ class Coordinator:
 
     def _write_last_status(self) -> None:
         write_durably(self._root / "status.json", self.status().model_dump_json(indent=2).encode())
+
+
+def step_status(batch: BatchRecord, finished_s: float, **metrics: float) -> StepStatus:
+    """The line of a published step."""
+    return StepStatus(
+        step=batch.step, reward=batch.reward, tokens=batch.tokens, lag=batch.lag, finished_s=finished_s, **metrics
+    )
 
 
 def first_error(errors: BaseExceptionGroup[Any]) -> BaseException:

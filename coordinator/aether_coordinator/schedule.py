@@ -75,7 +75,7 @@ class Schedule:
                 if group.state == "open":
                     self._start(group, episodes)
             for version in range(self._policies.newest + 1):
-                self._evaluations.begin(version)
+                await self._evaluations.begin(version)
             while not self.finished:
                 self._changed.clear()
                 await self._take_finished()
@@ -130,7 +130,7 @@ class Schedule:
             for task in self._running.pop(group.id, []):
                 task.cancel()  # Nothing but the rest of a dropped group still runs.
             if group.kind == "eval":
-                self._evaluations.finish(group)
+                await self._evaluations.finish(group)
             elif self._settings.batch.drop_uniform_groups and group.state == "ready":
                 rewards = [episode.reward for episode in self._groups.of(group) if episode.state == "done"]
                 if len(set(rewards)) == 1:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from aether_common.checkpoint import complete_steps
 from aether_common.child import spawn, stop, tail
-from aether_common.errors import IdentityError, TrainerError
+from aether_common.errors import DiskError, IdentityError, TrainerError
 from aether_common.identity import ModelIdentity, differences
 from aether_common.pipe import BatchReady, CheckpointWritten, Failed, Progress, Ready, Stop, decode_from_trainer
 from loguru import logger
@@ -60,6 +60,11 @@ class Trainer:
             status = await self._run_once()
             if self._stopping:
                 return
+            if status == DiskError.exit_code:
+                # Not the trainer's fault, and nothing to give up for.
+                logger.error("the trainer waits for its disk: {}", self._failure)
+                await asyncio.sleep(BACKOFF_S[2])
+                continue
             progressed = complete_steps(self._settings.run_root) != before
             failures = 1 if progressed else failures + 1
             reason = self._failure or tail(self._log, 3) or f"see {self._log}"
