@@ -70,3 +70,14 @@ def test_groups_that_are_too_old_are_named():
     decision = decide([group(1, 0, "open"), group(2, 0), group(3, 1), group(4, 2)], next_step=3, max_lag=1)
     assert ids(decision.too_old) == [1, 2]
     assert ids(decision.take) == [3, 4]
+
+
+def test_a_batch_waits_for_running_groups_that_later_batches_have_no_room_for():
+    # Lag 2, two groups a batch. Version 0 may enter batches 1 to 3: with four groups running, batch 1 may be cut
+    # without any of them (batches 2 and 3 take them), with five it must wait.
+    running = [group(number, 0, "open") for number in range(1, 6)]
+    ready = [group(6, 0), group(7, 0)]
+    assert ids(decide([*running[:4], *ready], next_step=1, max_lag=2).take) == [6, 7]
+    decision = decide([*running, *ready], next_step=1, max_lag=2)
+    assert (decision.take, ids(decision.waits_for)) == ([], [1, 2, 3, 4, 5])
+    assert ids(decide([*running, *ready], next_step=1, max_lag=2, deadline_passed=True).take) == [6, 7]
