@@ -592,8 +592,10 @@ def report(
     gateway, bare, callbacks, http = (medians[side] for side in labels)
     ratio = gateway["per_s"] / bare["per_s"]
     limit_ms = LATENCY_GOAL * bare["unloaded_ms"] + http["unloaded_ms"]
-    print(f"throughput: {ratio:.2f} of the bare loop (goal {GOAL}), {gateway['per_s'] / callbacks['per_s']:.2f} of the")
-    print("leanest one, which is out of reach on few cores as soon as there is an HTTP call per turn (last row)")
+    print(
+        f"throughput: {ratio:.2f} of the bare loop (goal {GOAL}), "
+        f"{gateway['per_s'] / callbacks['per_s']:.2f} of the one with callbacks only"
+    )
     print(f"one in flight: {gateway['unloaded_ms']:.2f} ms (goal {limit_ms:.2f} ms: {LATENCY_GOAL:.0f} × bare + HTTP)")
     finish(
         "queue",
