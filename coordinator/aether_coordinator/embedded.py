@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aether_common.child import spawn, stop, tail
-from aether_common.errors import BusError
+from aether_common.errors import BusError, DiskError
 from aether_common.files import make_directory, write_durably
 from aether_common.names import Names
 from loguru import logger
@@ -41,6 +41,7 @@ class EmbeddedServer:
         self._pid_file = self.directory / "nats-server.pid"
         self._log = settings.run_root / "logs" / "nats-server.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._pid_written = False
         self._ports = (0, 0, 0)
 
     def prepare(self) -> None:
@@ -64,18 +65,20 @@ class EmbeddedServer:
             write_workers(self.workers, names, [])
 
     def _choose_ports(self) -> tuple[int, int, int]:
-        """Configured ports, else the recorded ones, else free ones (recorded)."""
+        """Configured ports, else the recorded ones, else free ones (recorded).
+
+        A configured port is not recorded: it may turn out to be in use, and be taken out of the settings again.
+        """
         file = self.directory / "ports.json"
-        recorded = json.loads(file.read_text()) if file.is_file() else {}
+        recorded: dict[str, int] = json.loads(file.read_text()) if file.is_file() else {}
         nats = self._settings.nats
-        ports = (
-            nats.port or recorded.get("port") or free_port(),
-            nats.websocket_port or recorded.get("websocket_port") or free_port(),
-            recorded.get("monitor_port") or free_port(),
-        )
-        names = ("port", "websocket_port", "monitor_port")
-        write_durably(file, json.dumps(dict(zip(names, ports, strict=True))).encode())
-        return ports
+        configured = {"port": nats.port, "websocket_port": nats.websocket_port, "monitor_port": 0}
+        for name, port in configured.items():
+            if not port:
+                recorded.setdefault(name, free_port())
+        write_durably(file, json.dumps(recorded).encode())
+        port, websocket_port, monitor_port = (port or recorded[name] for name, port in configured.items())
+        return port, websocket_port, monitor_port
 
     @property
     def url(self) -> str:
@@ -110,7 +113,15 @@ class EmbeddedServer:
 
     async def _spawn(self) -> None:
         self._process = await spawn([server_binary(), "-c", str(self.configuration)], log=self._log)
-        write_durably(self._pid_file, str(self._process.pid).encode())
+        self._write_pid()
+
+    def _write_pid(self) -> None:
+        """Tell `reload` whom to signal; a full disk is no reason to end the run, `ailment` tries again."""
+        assert self._process is not None
+        self._pid_written = False
+        with suppress(DiskError):
+            write_durably(self._pid_file, str(self._process.pid).encode())
+            self._pid_written = True
 
     async def supervise(self) -> None:
         """Restart the server with backoff whenever it ends, until cancelled."""
@@ -129,6 +140,8 @@ class EmbeddedServer:
         """What only a restart cures: files that are gone, or a write error that JetStream keeps; else empty."""
         if self._process is None or self._process.returncode is not None:
             return ""
+        if not self._pid_written:
+            self._write_pid()
         store = self.directory / "jetstream" / "jetstream" / "CORE" / "streams"
         if missing := [name for name in streams if not (store / name).is_dir()]:
             return f"the files of stream {missing[0]} are gone"

@@ -17,7 +17,7 @@ from loguru import logger
 
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import EpisodeRecord, GroupRecord, RunRecord, SourceRecord, TurnRecord, number_key
-from aether_coordinator.retention import forget_traces
+from aether_coordinator.retention import forget_traces, remove_traces
 from aether_coordinator.rollout import Outcome
 from aether_coordinator.score import is_uniform
 from aether_coordinator.status import Counters
@@ -170,9 +170,10 @@ class Groups:
         self._counters.groups_dropped += 1
         self._counters.tokens_dropped += sum(episode.tokens for episode in self.of(group))
         logger.bind(group=group.id).warning("group dropped: {}", reason)
-        recordings = forget_traces(self._ledger, self._traces, [(group, self.of(group))])
+        recordings = forget_traces(self._ledger, [(group, self.of(group))])
         self.forget([group.id])
         await self._ledger.commit(Write("groups", dropped.key, dropped.encode()), *recordings)
+        remove_traces(self._traces, recordings)
         self.finished.put_nowait(dropped)
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -195,8 +196,7 @@ class Groups:
     async def forget_recordings(self, numbers: Iterable[int], retained_from: int) -> None:
         """Delete traces and journal of groups that are over; `retained_from` is the first kept step."""
         recorded = [GroupRecord.decode(value) for n in numbers if (value := self._ledger.get("groups", number_key(n)))]
-        writes = forget_traces(
-            self._ledger, self._traces, [(group, self.recorded_episodes(group)) for group in recorded]
-        )
+        writes = forget_traces(self._ledger, [(group, self.recorded_episodes(group)) for group in recorded])
         self.run = self.run.with_(retained_from=retained_from)
         await self._ledger.commit(*writes, Write("run", b"run", self.run.encode()))
+        remove_traces(self._traces, writes)

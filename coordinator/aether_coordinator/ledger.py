@@ -95,8 +95,11 @@ class Ledger:
         await future
 
     def commit_now(self, *writes: Write) -> None:
-        """Write and fsync in the calling thread; only before `run` and after it ended."""
-        self._write(list(writes))
+        """Write and fsync in the calling thread; only before `run` and after it ended. Raises `DiskError`."""
+        try:
+            self._write(list(writes))
+        except (lmdb.Error, OSError) as error:
+            raise self._refused(error) from error
 
     async def run(self) -> None:
         """The writer; ends when cancelled, after what it took is durable."""
@@ -144,8 +147,11 @@ class Ledger:
                 self._failing = False
                 return
             except (lmdb.Error, OSError) as error:
-                number = getattr(error, "errno", None) or errno.ENOSPC
-                await self._wait_for_space(disk_error(OSError(number, str(error)), Path(self._environment.path())))
+                await self._wait_for_space(self._refused(error))
+
+    def _refused(self, error: Exception) -> DiskError:
+        number = getattr(error, "errno", None) or errno.ENOSPC
+        return disk_error(OSError(number, str(error)), Path(self._environment.path()))
 
     def _write(self, writes: list[Write]) -> None:
         with self._environment.begin(write=True) as transaction:

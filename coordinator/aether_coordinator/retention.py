@@ -26,8 +26,8 @@ def first_kept(newest: int, keep: int | None, in_use: set[int]) -> int:
     return max(0, min([newest - keep, *in_use]))
 
 
-def forget_traces(ledger: Ledger, traces: Path, groups: list[tuple[GroupRecord, list[EpisodeRecord]]]) -> list[Write]:
-    """Deletes trace and journal of groups that are over; trace files go at once."""
+def forget_traces(ledger: Ledger, groups: list[tuple[GroupRecord, list[EpisodeRecord]]]) -> list[Write]:
+    """Deletes trace and journal of groups that are over; trace files are left to `remove_traces`."""
     writes: list[Write] = []
     for group, episodes in groups:
         prefix = f"g{group.id:08d}-".encode()
@@ -35,8 +35,14 @@ def forget_traces(ledger: Ledger, traces: Path, groups: list[tuple[GroupRecord, 
         for episode in episodes:
             if episode.trace:
                 writes.append(Write("traces", episode.trace.encode(), None))
-                (traces / f"{episode.trace}.msgpack").unlink(missing_ok=True)
     return writes
+
+
+def remove_traces(traces: Path, writes: list[Write]) -> None:
+    """Delete the trace files of what `forget_traces` gave, after its commit: before, a record still names them."""
+    for write in writes:
+        if write.database == "traces":
+            (traces / f"{write.key.decode()}.msgpack").unlink(missing_ok=True)
 
 
 def remove_step_files(run_root: Path, record: BatchRecord) -> None:

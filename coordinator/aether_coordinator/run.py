@@ -11,7 +11,7 @@ from typing import Any
 import nats.errors
 from aether_common.bus import Bus, read_seed
 from aether_common.checkpoint import checkpoint_path, complete_steps, read_manifest
-from aether_common.errors import AetherError, RunDirectoryError
+from aether_common.errors import AetherError, DiskError, RunDirectoryError
 from aether_common.files import FileLock, make_directory, remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
@@ -45,6 +45,8 @@ from aether_coordinator.watchdog import Stalled, View, waits_for
 
 LEASE_S = 30.0
 TRAINER_STOP_S = 20.0
+FLUSH_S = 10.0
+"""How long a stop waits for a disk that takes nothing."""
 HEALTH_S = 10.0
 SHOWN_STEPS = 200
 """Steps in the status; all are in metrics/steps.jsonl."""
@@ -282,7 +284,14 @@ class Coordinator:
             tasks.create_task(self._trainer.stop(TRAINER_STOP_S))
             tasks.create_task(self._schedule.drained(drain_s))
         self._dispatcher.closing = True
-        await self._ledger.flush()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self._ledger.flush()
+        except TimeoutError:
+            raise DiskError(
+                f"stopped, but the disk of {self._root} did not take the newest state within {FLUSH_S:.0f} s: free "
+                "space and start again, what was not committed is done again"
+            ) from None
 
     def _request_stop(self) -> None:
         if self._stop.is_set():

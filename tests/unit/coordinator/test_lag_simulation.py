@@ -1,4 +1,4 @@
-"""Slow and fast tasks mixed, simulated over the rules of `lag`: the slow ones are not starved, hardly a token is lost."""
+"""Slow and fast tasks mixed, simulated over the rules of `lag`: slow ones are not starved, hardly a token is lost."""
 
 import heapq
 import random
