@@ -216,7 +216,9 @@ class Coordinator:
             self._dispatcher.adopt(record)
         metrics = self._root / "metrics" / "steps.jsonl"
         if metrics.is_file():
-            self._steps_done = [StepStatus.model_validate_json(line) for line in metrics.read_text().splitlines()]
+            steps = [StepStatus.model_validate_json(line) for line in metrics.read_text().splitlines()]
+            # A backup of a living run may hold the file newer than the state.
+            self._steps_done = [step for step in steps if step.step <= self._policies.newest]
 
     def _expected(self, journal: bytes) -> Expected | None:
         """What an answer under a journal key must be sampled from; None when its attempt is over."""
