@@ -170,7 +170,6 @@ def test_ports_in_use(run: TinyRun) -> None:
         port = taken.getsockname()[1]
         for setting in ("nats.port", "nats.websocket_port"):
             assert f"port {port} on 127.0.0.1 is in use by another process" in start(run, 5, f"{setting}={port}")
-            (run.run_root / "nats" / "ports.json").unlink()
         for setting in ("gateway.port", "control.port"):
             assert f"{setting} = {port}: the port is in use" in start(run, 2, f"{setting}={port}")
 
