@@ -81,10 +81,14 @@ class TinyRun:
         )
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        log = (self.root / f"{name}.log").open("ab")
-        process = subprocess.Popen(
-            [str(BIN / arguments[0]), *arguments[1:]], env=self.environment, stdout=log, stderr=log, start_new_session=True
-        )
+        with (self.root / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(BIN / arguments[0]), *arguments[1:]],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self.processes[name] = process
         return process
 
