@@ -15,7 +15,13 @@ from tiny_run import TinyRun
 
 SYNCHRONOUS = {"groups": 2, "group_size": 4, "max_policy_lag": 0}
 STEPS = 6
-SAMPLE = ("reply.before_ack", "batch.before_rename", "policy.before_show", "checkpoint.before_fsync", "worker.before_ack")
+SAMPLE = (
+    "reply.before_ack",
+    "batch.before_rename",
+    "policy.before_show",
+    "checkpoint.before_fsync",
+    "worker.before_ack",
+)
 """What an ordinary `pytest` tries; tests/chaos alone and CI try all."""
 
 
