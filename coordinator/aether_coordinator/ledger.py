@@ -6,8 +6,9 @@ the writer until there is space; nothing is lost meanwhile, and producers wait (
 
 import asyncio
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,14 @@ class Write(NamedTuple):
     value: bytes | None
 
 
+def _kind(write: Write) -> tuple[str, bool]:
+    return write.database, write.value is None
+
+
+def _items(writes: Iterable[Write]) -> list[tuple[bytes, bytes]]:
+    return [write[1:] for write in writes]  # pyright: ignore[reportReturnType] - none of them deletes
+
+
 class Ledger:
     """Opened once per process; `run` must be running for anything to become durable."""
 
@@ -58,7 +67,9 @@ class Ledger:
             raise disk_error(error, directory) from error
         except lmdb.Error as error:
             raise RunDirectoryError(f"the state in {directory} cannot be opened: {error}") from error
-        self._queue: asyncio.Queue[tuple[tuple[Write, ...], asyncio.Future[None]]] = asyncio.Queue(QUEUE)
+        self._waiting: list[tuple[tuple[Write, ...], asyncio.Future[None]]] = []
+        """Accepted, not taken by the writer yet; at most `QUEUE`."""
+        self._accepted, self._room = asyncio.Event(), asyncio.Event()
         self._failing = False
         self._awaited = asyncio.Event()
         self.with_every_commit: Callable[[], list[Write]] = list
@@ -84,15 +95,24 @@ class Ledger:
 
     async def enqueue(self, *writes: Write) -> asyncio.Future[None]:
         """Hand writes to the writer as one transaction; the future is done once they are durable."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._queue.put((writes, future))
-        return future
+        while len(self._waiting) >= QUEUE:
+            await self._room.wait()
+        return self._accept(writes)
 
     async def commit(self, *writes: Write) -> None:
         """Hand writes to the writer and wait until they are durable."""
-        future = await self.enqueue(*writes)
+        while len(self._waiting) >= QUEUE:
+            await self._room.wait()
         self._awaited.set()
-        await future
+        await self._accept(writes)
+
+    def _accept(self, writes: tuple[Write, ...]) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((writes, future))
+        self._accepted.set()
+        if len(self._waiting) >= QUEUE:
+            self._room.clear()
+        return future
 
     def commit_now(self, *writes: Write) -> None:
         """Write and fsync in the calling thread; only before `run` and after it ended. Raises `DiskError`."""
@@ -108,11 +128,12 @@ class Ledger:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began + PACE_S):
                     await self._awaited.wait()
-            taken = [await self._queue.get()]
+            await self._accepted.wait()
+            self._accepted.clear()
             self._awaited.clear()
             began = asyncio.get_running_loop().time()
-            while not self._queue.empty():
-                taken.append(self._queue.get_nowait())
+            taken, self._waiting = self._waiting, []
+            self._room.set()
             writes = [write for group, _ in taken for write in group]
             await asyncio.shield(self._persist(writes))
             for _, future in taken:
@@ -154,12 +175,14 @@ class Ledger:
         return disk_error(OSError(number, str(error)), Path(self._environment.path()))
 
     def _write(self, writes: list[Write]) -> None:
+        databases = self._databases
         with self._environment.begin(write=True) as transaction:
-            for database, key, value in writes:
-                if value is None:
-                    transaction.delete(key, db=self._databases[database])
+            for (database, deleted), same in groupby(writes, _kind):
+                if deleted:
+                    for _, key, _ in same:
+                        transaction.delete(key, db=databases[database])
                 else:
-                    transaction.put(key, value, db=self._databases[database])
+                    transaction.cursor(databases[database]).putmulti(_items(same))
 
     def close(self) -> None:
         self._environment.close()

@@ -1,6 +1,5 @@
 """The turn journal from the gateway to the worker and back: what is paid for once, and what a restart finds."""
 
-
 import pytest
 from aether_common.arrays import unpack_tokens
 from aether_common.wire import Reason

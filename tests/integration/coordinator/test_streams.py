@@ -1,9 +1,15 @@
-"""What a restarted coordinator finds in the reply stream, on a real nats-server."""
+"""What the coordinator finds in its streams after a restart or a full disk, on a real nats-server."""
 
+import asyncio
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from aether_common.bus import Bus
 from aether_coordinator.streams import REPLIES_CONSUMER, Streams
+from chaos.faults import BALLAST, fill_disk
+from nats.errors import Error
 from nats_server import NatsServer
 
 
@@ -37,5 +43,52 @@ async def test_only_replies_that_are_still_there_are_waited_for(tmp_path: Path) 
             assert again.metadata.sequence.stream == 2
             await again.ack_sync()
             assert await streams.last_reply() == 0
+        finally:
+            await bus.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory of 16 MiB, where this machine lets us make one."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(directory)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk: {mounted.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+async def test_streams_are_healthy_only_if_they_are_there_and_can_be_written(small_disk: Path) -> None:
+    with NatsServer(small_disk) as server:
+        bus = server.coordinator_bus()
+        await bus.connect()
+        try:
+            streams = await streams_of(bus, server)
+            await streams.policies.put("0", b"manifest")
+            await streams.artifacts.put("digest", b"content")
+            await streams.js.publish(server.names.job("w1", "train", 0, "j1"), b"job")
+            assert await streams.healthy()
+            # Looking changes nothing.
+            assert await streams.pending_jobs() == {"j1": server.names.job("w1", "train", 0, "j1")}
+            assert (await streams.policies.get("0")).value == b"manifest"
+            assert (await streams.artifacts.get("digest")).data == b"content"
+
+            fill_disk(small_disk / BALLAST)
+            with pytest.raises((Error, TimeoutError)):
+                await streams.js.publish(server.names.reply("w1", "j1"), b"x" * 8192, timeout=1)
+            (small_disk / BALLAST).unlink()
+            # There is space again, and the stream refuses nevertheless: until a restart.
+            assert not await streams.healthy()
+            again = asyncio.Event()
+            bus.on_reconnect(again.set)
+            server.restart()
+            await asyncio.wait_for(again.wait(), 20)
+            assert await streams.healthy()
+
+            await streams.js.delete_stream(server.names.jobs)
+            assert not await streams.healthy()
         finally:
             await bus.close()
