@@ -354,7 +354,10 @@ class Coordinator:
             return True
         if await self._streams.healthy():
             return True
-        logger.warning("streams of the run are gone or do not answer: declaring them again")
+        logger.warning(
+            "streams of the run are gone, do not answer or cannot be written: declaring them again{}",
+            "" if self._server else " (a nats-server whose disk was full must be restarted)",
+        )
         return False
 
     async def _reconcile(self) -> None:

@@ -168,10 +168,20 @@ class Streams:
         return names.jobs, names.replies, f"KV_{names.policies}", names.artifacts_stream
 
     async def healthy(self) -> bool:
-        """Whether all streams are there and answer."""
+        """Whether all streams are there, answer and can be written.
+
+        A stream that saw a write error still answers and refuses even a purge of nothing, which writes nothing.
+        """
+        names = self._names
+        nothing = (
+            names.job_anywhere("none"),
+            names.reply("none", "none"),
+            f"$KV.{names.policies}.none",
+            f"$O.{names.artifacts}.M.none",
+        )
         try:
-            for stream in self.streams:
-                await self.js.stream_info(stream)
+            for stream, subject in zip(self.streams, nothing, strict=True):
+                await self.js.purge_stream(stream, subject=subject)
         except (Error, TimeoutError):
             return False
         return True

@@ -11,7 +11,7 @@ from aether_coordinator.records import TurnRecord
 from aether_coordinator.verify import RunDirectory, verify
 from chaos.faults import Attacked
 
-SECONDS = {"sample": 40, "all": 180}
+SECONDS = {"sample": 40, "all": 120}
 SETTLE_S = 150.0
 SLOW = {
     "name": "train",
