@@ -67,7 +67,7 @@ async def test_garbage_on_the_reply_stream(server, start_coordinator, start_work
     await run.ledger.flush()
     assert len(run.journal()) == 1
     async with asyncio.timeout(10):  # everything is acknowledged
-        while (await run.streams.js.stream_info(run.names.replies)).state.messages:
+        while (await run.streams.js.stream_info(run.names.replies)).state.messages:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
