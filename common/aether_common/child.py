@@ -22,7 +22,13 @@ async def spawn(
     """Start a child in its own process group (a Ctrl-C reaches only the parent).
 
     stderr, and stdout unless `pipes`, are appended to `log`; with `pipes` stdin and stdout are pipes.
+    It inherits the environment but for this process's own secrets, `AETHER_…_API_KEY`.
     """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith("AETHER_") and name.endswith("_API_KEY"))
+    }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return await asyncio.create_subprocess_exec(
@@ -30,7 +36,7 @@ async def spawn(
             stdin=asyncio.subprocess.PIPE if pipes else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE if pipes else output,
             stderr=output,
-            env={**os.environ, **(environment or {})},
+            env={**inherited, **(environment or {})},
             start_new_session=True,
             preexec_fn=_die_with_parent,
             limit=16 << 20,

@@ -28,7 +28,8 @@ from aether_coordinator.records import EpisodeRecord, GroupRecord, TurnRecord
 from aether_coordinator.settings import SourceSettings
 from aether_coordinator.status import Counters
 
-SECRET_VARIABLE = "AETHER_GATEWAY_SECRET"
+SECRET_VARIABLE = "AETHER_GATEWAY_API_KEY"
+"""Where verifiers' client reads the secret; verifiers keeps names with API_KEY from the programs that it starts."""
 MAX_BODY = 64 << 20
 IGNORED = {"logprobs", "skip_special_tokens", "spaces_between_special_tokens", "n", "routed_experts_prompt_start"}
 """Sampling parameters that the train client always sends and that change nothing here."""

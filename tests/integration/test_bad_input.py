@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -302,16 +303,26 @@ def send_nonsense(run: TinyRun) -> None:
 
 
 def secrets_of(run: TinyRun, coordinator: int) -> dict[str, str]:
-    """Every secret of the run by name; the gateway's is what the coordinator's children inherit."""
+    """Every secret of the run by name; the gateway's is in the coordinator's memory alone."""
     found = {path.name: path.read_text().strip() for path in run.run_root.rglob("*.nk")}
     found["control token"] = json.loads((run.run_root / "endpoint.json").read_text())["token"]
     children = Path(f"/proc/{coordinator}/task/{coordinator}/children").read_text().split()
+    assert children
     for child in children:
-        for variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"AETHER_GATEWAY_SECRET="):
-                found["gateway secret"] = variable.partition(b"=")[2].decode()
+        assert b"AETHER_GATEWAY_API_KEY" not in Path(f"/proc/{child}/environ").read_bytes()
+    if match := re.search(rb"AETHER_GATEWAY_API_KEY=([\w-]{43})\0", heap_of(coordinator)):
+        found["gateway secret"] = match.group(1).decode()
     assert {"coordinator.nk", "w1.nk", "gateway secret"} <= set(found)
     return found
+
+
+def heap_of(process: int) -> bytes:
+    """Where the C library keeps the variables that a process sets for itself."""
+    maps = Path(f"/proc/{process}/maps").read_text().splitlines()
+    start, end = (int(text, 16) for text in next(line for line in maps if "[heap]" in line).split()[0].split("-"))
+    with Path(f"/proc/{process}/mem").open("rb") as memory:
+        memory.seek(start)
+        return memory.read(end - start)
 
 
 def files_with(secret: str, root: Path) -> list[Path]:
