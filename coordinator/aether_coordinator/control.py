@@ -17,7 +17,7 @@ from aether_common.errors import AetherError
 from aether_common.files import write_durably
 from aiohttp import web
 
-from aether_coordinator.loopback import check_local, check_secret, serve_loopback
+from aether_coordinator.loopback import OPENER, check_local, check_secret, serve_loopback
 from aether_coordinator.status import RunStatus
 
 ENDPOINT = "endpoint.json"
@@ -90,7 +90,7 @@ def call(run_root: Path, path: str, *, post: bool = False) -> bytes:
             method="POST" if post else "GET",
             headers={"Authorization": f"Bearer {endpoint['token']}"} if post else {},
         )
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with OPENER.open(request, timeout=10) as response:
             return response.read()
     except (FileNotFoundError, urllib.error.URLError, ConnectionError, TimeoutError) as error:
         raise AetherError(

@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from aether_coordinator.demo_recipe import (
     recorded_ports,
 )
 from aether_coordinator.embedded import free_port
+from aether_coordinator.loopback import OPENER
 from aether_coordinator.progress import Progress
 from aether_coordinator.status import RunStatus
 from aether_coordinator.summary import (
@@ -57,8 +57,6 @@ KEY_S = 60.0
 STALL_S = 900.0
 """Without any change in the run for this long the demo gives up."""
 INTERRUPTED = 130
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def run_demo(
@@ -334,7 +332,7 @@ def read_status(run_root: Path, pid: int) -> RunStatus | None:
         endpoint = json.loads((run_root / "endpoint.json").read_text())
         if endpoint["pid"] != pid:
             return None
-        with _OPENER.open(endpoint["status_url"], timeout=5) as response:
+        with OPENER.open(endpoint["status_url"], timeout=5) as response:
             return RunStatus.model_validate_json(response.read())
     except (OSError, ValueError, KeyError, HTTPException):
         return None

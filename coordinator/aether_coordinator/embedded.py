@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from aether_common.names import Names
 from loguru import logger
 
 from aether_coordinator.accounts import make_key, public_key, server_configuration, write_workers
+from aether_coordinator.loopback import OPENER
 from aether_coordinator.settings import ServerSettings
 
 RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -183,7 +183,7 @@ def server_binary() -> str:
 
 
 def _get(url: str) -> None:
-    with urllib.request.urlopen(url, timeout=5):
+    with OPENER.open(url, timeout=5):
         pass
 
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import hmac
+import urllib.request
 from collections.abc import Callable
 
 from aether_common.errors import AetherError, ConfigError
 from aiohttp import web
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""For requests to this machine: what `http_proxy` names must neither see nor answer them."""
 
 
 def refuse(status: int, kind: str, message: str) -> web.Response:
