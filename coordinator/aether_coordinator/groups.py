@@ -31,12 +31,15 @@ MIN_COMPARED = 2
 class Groups:
     """All groups that are not over yet."""
 
-    def __init__(self, ledger: Ledger, run_root: Path, counters: Counters, *, max_attempts: int) -> None:
+    def __init__(
+        self, ledger: Ledger, run_root: Path, counters: Counters, *, max_attempts: int, drop_uniform: bool
+    ) -> None:
         self._ledger = ledger
         self._traces = run_root / "traces"
         self._traces.mkdir(parents=True, exist_ok=True)
         self._counters = counters
         self._max_attempts = max_attempts
+        self._drop_uniform = drop_uniform
         self.groups: dict[int, GroupRecord] = {}
         self.episodes: dict[str, EpisodeRecord] = {}
         self.drawn: dict[str, int] = {}
@@ -157,6 +160,9 @@ class Groups:
             return
         if group.kind == "train" and is_uniform([episode.reward for episode in done]):
             self._counters.groups_uniform += 1
+            if self._drop_uniform:
+                await self.drop(group, f"all rewards are {done[0].reward}")
+                return
         scored = group.scored()
         self.groups[group.id] = scored
         crash_point("score.before_commit")

@@ -12,13 +12,14 @@ import nats.errors
 from aether_common.bus import Bus, read_seed
 from aether_common.checkpoint import checkpoint_path, complete_steps, read_manifest
 from aether_common.errors import AetherError, DiskError, RunDirectoryError
-from aether_common.files import FileLock, make_directory, remove_temporaries, write_durably
+from aether_common.files import make_directory, remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
 from loguru import logger
 
 from aether_coordinator import sources as source_module
 from aether_coordinator.batches import Batches
+from aether_coordinator.check import lock_run
 from aether_coordinator.control import Control
 from aether_coordinator.dispatch import Dispatcher, Expected
 from aether_coordinator.embedded import EmbeddedServer
@@ -63,9 +64,7 @@ class Coordinator:
         self._settings = settings
         self._root = settings.run_root
         self._names = Names(settings.run)
-        self._lock = FileLock(
-            self._root / "coordinator.lock", f"another coordinator runs on {self._root}: stop it first"
-        )
+        self._lock = lock_run(settings)
         self._ledger = Ledger(self._root / "state")
         self._run = open_run(self._ledger, settings)
         recorded = self._ledger.get("run", b"counters")
@@ -164,7 +163,13 @@ class Coordinator:
         )
         os.environ[SECRET_VARIABLE] = self._gateway.secret
         self._model_path = model_path
-        self._groups = Groups(ledger, self._root, counters, max_attempts=settings.episodes.max_attempts)
+        self._groups = Groups(
+            ledger,
+            self._root,
+            counters,
+            max_attempts=settings.episodes.max_attempts,
+            drop_uniform=settings.batch.drop_uniform_groups,
+        )
         self._batches = Batches(settings, ledger, self._groups, counters)
         evals = {source.name: self._sources[source.name] for source in settings.eval}
         self._evaluations = Evaluations(ledger, self._groups, evals, self._root, settings.steps)
@@ -382,7 +387,7 @@ class Coordinator:
             if found != self._waits_for:
                 logger.warning("no step for {:.0f} s; waiting for {}", settings.after_s, "; ".join(found))
             self._waits_for = found
-            if settings.stop:
+            if settings.stop and not self._groups.run.paused:
                 raise Stalled(f"no step was completed for {settings.after_s:.0f} s; waiting for {'; '.join(found)}")
 
     def _view(self) -> View:
@@ -430,21 +435,26 @@ class Coordinator:
         if batch is not None:
             shown = {key: metrics[key] for key in ("loss", "kl", "entropy", "grad_norm") if key in metrics}
             self._steps_done.append(step_status(batch, time.time(), **shown))
-            await self._ledger.write_file(self._write_steps)
+            await self._write_steps()
             logger.bind(step=version).info("step {} trained, mean reward {:.3f}", version, batch.reward)
         await self._evaluations.begin(version)
         self._fleet.announce()
         self._schedule.wake()
 
-    def _write_steps(self) -> None:
+    async def _write_steps(self) -> None:
         """Bring metrics/steps.jsonl up to date: one line per published step, also those that a crash left out."""
         path = self._root / "metrics" / "steps.jsonl"
         known = {step.step for step in self._steps_done}
         missing = [record for step, record in self._batches.records.items() if step <= self._policies.newest]
         self._steps_done += [step_status(record, 0.0) for record in missing if record.step not in known]
         self._steps_done.sort(key=lambda step: step.step)
-        make_directory(path.parent)
-        write_durably(path, "".join(step.model_dump_json() + "\n" for step in self._steps_done).encode())
+        lines = "".join(step.model_dump_json() + "\n" for step in self._steps_done).encode()
+
+        def write() -> None:
+            make_directory(path.parent)
+            write_durably(path, lines)
+
+        await self._ledger.write_file(write)
 
     # ---- status ------------------------------------------------------------------------------------
 

@@ -131,10 +131,6 @@ class Schedule:
                 task.cancel()  # Nothing but the rest of a dropped group still runs.
             if group.kind == "eval":
                 await self._evaluations.finish(group)
-            elif self._settings.batch.drop_uniform_groups and group.state == "ready":
-                rewards = [episode.reward for episode in self._groups.of(group) if episode.state == "done"]
-                if len(set(rewards)) == 1:
-                    await self._groups.drop(group, f"all rewards are {rewards[0]}")
 
     async def _cut(self) -> None:
         while self._batches.next_step <= self._settings.steps:
