@@ -6,6 +6,7 @@ the task's own code is data: the episode fails and stays out of its group's comp
 """
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,8 +33,6 @@ class Outcome:
     truncated: bool = False
     trace: bytes = b""
     error: str = ""
-    prompt: str = ""
-    reply: str = ""
 
 
 def client_config(gateway: Gateway, model_path: str, renderer: dict[str, Any]) -> TrainClientConfig:
@@ -65,11 +64,14 @@ async def run_attempt(
         run = asyncio.ensure_future(source.env.run_slot(source.env.slots(task)[0], context))
         if not await _within(run, episode, timeout_s):
             return Outcome("failed", error=f"timeout: longer than {timeout_s:.0f} s without the waits for workers")
-        finished = run.result()
+        return _judge(run.result(), episode)
+    except Exception as error:
+        # What a task's own code raises or leaves in its trace must not end the run.
+        logger.bind(episode=episode.record.id).exception("episode failed unexpectedly")
+        return Outcome("failed", error=f"{type(error).__name__}: {error}"[:500])
     finally:
         gateway.close(episode)
         forget_model(gateway, episode.model)
-    return _judge(finished, episode)
 
 
 async def _within(run: "asyncio.Future[Any]", episode: OpenEpisode, timeout_s: float) -> bool:
@@ -110,14 +112,13 @@ def _judge(finished: Episode, episode: OpenEpisode) -> Outcome:
     truncated = any(
         trace.is_truncated or trace.is_timeout or trace.stop_condition == CONTEXT_EXHAUSTED for trace in finished.traces
     )
-    last_trace = finished.traces[-1]
-    prompts = [message for message in last_trace.messages if message.role == "user"]
+    reward = episode_reward(finished)
+    if not math.isfinite(reward):
+        return Outcome("failed", error=f"the reward is {reward}")
     return Outcome(
         "done",
-        reward=episode_reward(finished),
+        reward=reward,
         tokens=sampled_tokens(finished),
         truncated=truncated,
         trace=encode_episode(finished),
-        prompt=str(prompts[-1].content) if prompts else "",
-        reply=last_trace.last_reply,
     )
