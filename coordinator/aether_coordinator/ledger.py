@@ -35,6 +35,8 @@ QUEUE = 4096
 PACE_S = 0.02
 """Commits begin so far apart while nobody waits for one: each costs an fsync and a page for every place it touches."""
 RETRY_S = 5.0
+END_S = 10.0
+"""How long the end of the writer waits for the commit under way."""
 
 
 class Write(NamedTuple):
@@ -135,7 +137,14 @@ class Ledger:
             taken, self._waiting = self._waiting, []
             self._room.set()
             writes = [write for group, _ in taken for write in group]
-            await asyncio.shield(self._persist(writes))
+            persisting = asyncio.ensure_future(self._persist(writes))
+            try:
+                await asyncio.shield(persisting)
+            except asyncio.CancelledError:
+                # A thread must not write to what is closed next; a disk that takes nothing is not waited for.
+                await asyncio.wait([persisting], timeout=0 if self._failing else END_S)
+                persisting.cancel()
+                raise
             for _, future in taken:
                 if not future.done():
                     future.set_result(None)

@@ -36,6 +36,7 @@ class Ownership:
         self._streams = streams
         self._claim = {"run_uuid": run_uuid, "pid": os.getpid(), "claim": uuid.uuid4().hex, "since_s": time.time()}
         self._revision: int | None = None
+        self._renewing = asyncio.Lock()
 
     async def claim(self) -> None:
         """Take the bus. Raises `RunDirectoryError` when another coordinator answers or is faster."""
@@ -55,6 +56,11 @@ class Ownership:
 
     async def renew(self) -> None:
         """Write the key again if it is gone (an empty store). Raises `RunDirectoryError` when it was lost."""
+        # Two at a time would both find it gone, and the slower take the faster for another coordinator.
+        async with self._renewing:
+            await self._renew()
+
+    async def _renew(self) -> None:
         bucket = self._streams.policies
         value = json.dumps(self._claim).encode()
         try:

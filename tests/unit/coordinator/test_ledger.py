@@ -1,6 +1,8 @@
 """The ordered writer on a real LMDB environment."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 from aether_common.errors import RunDirectoryError
@@ -49,3 +51,22 @@ def test_a_lock_names_its_holder(tmp_path):
         FileLock(tmp_path / "lock", "in use")
     lock.release()
     FileLock(tmp_path / "lock", "in use").release()
+
+
+async def test_a_cancelled_writer_ends_after_the_commit_under_way(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path)
+    write, began = ledger._write, threading.Event()
+
+    def slow(writes: list[Write]) -> None:
+        began.set()
+        time.sleep(0.2)
+        write(writes)
+
+    monkeypatch.setattr(ledger, "_write", slow)
+    writer = asyncio.create_task(ledger.run())
+    await ledger.enqueue(Write("groups", b"g", b"1"))
+    await asyncio.to_thread(began.wait)
+    writer.cancel()
+    await asyncio.wait([writer])
+    assert ledger.get("groups", b"g") == b"1"
+    ledger.close()
