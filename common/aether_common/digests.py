@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CHUNK = 1 << 20
-
 
 class FileEntry(NamedTuple):
     """One file of an artefact: name relative to it, size in bytes, SHA-256 in hex."""

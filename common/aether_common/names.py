@@ -13,8 +13,6 @@ from aether_common.errors import ConfigError
 _RUN = re.compile(r"[a-z0-9-]{1,40}")
 _TOKEN = re.compile(r"[a-z0-9-]{1,64}")
 
-KINDS = ("train", "eval")
-
 
 def check_token(value: str, what: str) -> str:
     """Return `value` if it is a plain subject token. Raises `ConfigError` otherwise."""
@@ -71,10 +69,6 @@ class Names:
 
     def job_anywhere(self, job: str) -> str:
         return f"aether.{self.run}.jobs.*.*.*.{job}"
-
-    def version_jobs(self, version: int) -> str:
-        """The train jobs of one policy version, on every lane."""
-        return f"aether.{self.run}.jobs.*.train.{version}.*"
 
     # Replies
     @property

@@ -108,7 +108,6 @@ class Fleet:
         self._ledger = ledger
         self._revision = 1
         self._news = asyncio.Event()
-        self._cancelled: dict[str, set[str]] = {}
         self.books_complete = False
         """Until the first reconciliation after a start, jobs unknown here may be ours nevertheless."""
         self.workers: dict[str, Worker] = {}

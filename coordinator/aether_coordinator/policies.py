@@ -79,7 +79,7 @@ class Policies:
 
     async def publish(self, version: int) -> PolicyRecord:
         """Verify checkpoint `version`, put its adapter on the bus, activate the policy. Idempotent."""
-        manifest = verify_adapter(self._run_root, version)
+        manifest = await asyncio.to_thread(verify_adapter, self._run_root, version)
         crash_point("policy.before_put")
         await self._persist(lambda: self._put_adapter(version, manifest.files), f"adapter of policy {version}")
         known = self.records.get(version)
@@ -157,19 +157,18 @@ class Policies:
     async def prune(self, needed: set[int]) -> None:
         """Delete artefacts that no needed policy uses, a grace period after their last use."""
         now = time.monotonic()
-        for version in sorted(set(self.records) - needed):
-            since = self._unused_since.setdefault(version, now)
-            if now - since < GRACE_S:
-                continue
-            record = self.records.pop(version)
-            used = {digest for other in self.records.values() for digest in _digests(other)}
-            for digest in _digests(record) - used:
-                try:
-                    await self._streams.artifacts.delete(digest)
-                except (NotFoundError, nats.errors.Error) as error:
-                    logger.debug("artefact {} not deleted: {!r}", digest[:12], error)
         for version in needed:
             self._unused_since.pop(version, None)
+        unused = sorted(set(self.records) - needed)
+        expired = [version for version in unused if now - self._unused_since.setdefault(version, now) >= GRACE_S]
+        doomed = {digest for version in expired for digest in _digests(self.records.pop(version))}
+        if doomed:
+            doomed -= {digest for record in self.records.values() for digest in _digests(record)}
+        for digest in doomed:
+            try:
+                await self._streams.artifacts.delete(digest)
+            except nats.errors.Error as error:
+                logger.debug("artefact {} not deleted: {!r}", digest[:12], error)
 
     def refs(self, needed: set[int]) -> list[PolicyRef]:
         """The needed policies, newest first, for the workers."""

@@ -52,8 +52,6 @@ class ReplyIntake:
         )
         self._processed = 0
         self._progress = asyncio.Event()
-        self.tokens = 0
-        """Completion tokens accepted since the start of this process."""
 
     async def run(self) -> None:
         """Take replies until cancelled."""
@@ -138,9 +136,7 @@ class ReplyIntake:
             logprobs=reply.logprobs,
             finish_reason=reply.finish_reason,
         )
-        tokens = len(reply.tokens) // 4
-        self.tokens += tokens
-        self._counters.tokens_generated += tokens
+        self._counters.tokens_generated += len(reply.tokens) // 4
         crash_point("reply.before_record")
         committed = await self._ledger.enqueue(
             Write("journal", record.journal, answer.encode()), Write("dispatches", job.encode(), None)

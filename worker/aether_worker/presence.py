@@ -22,7 +22,7 @@ from aether_worker.loaded import LoadedAdapters
 
 REQUEST_S = 5.0
 POLL_S = 35.0
-"""The coordinator holds a poll for 30 s."""
+"""The coordinator holds a poll for 25 s."""
 FAREWELL_S = 2.0
 
 
@@ -132,6 +132,8 @@ class Presence:
                 answer = await self._poll()
                 if answer is not None:
                     await self._apply(answer)
+                    if answer.superseded:
+                        return  # Answered at once, again and again, until this worker has ended.
             except (BusError, MessageError) as error:
                 logger.debug("poll: {}", error)
                 await asyncio.sleep(random.uniform(0.5, 2.0))
