@@ -27,6 +27,8 @@ from aether_coordinator.loopback import OPENER
 from aether_coordinator.settings import ServerSettings
 
 RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+STARTS = 3
+"""Tries to start the server before the coordinator gives up."""
 
 
 class EmbeddedServer:
@@ -99,17 +101,32 @@ class EmbeddedServer:
                 )
 
     async def start(self) -> None:
-        """Start the server and wait until it accepts connections. Raises `BusError`."""
+        """Start the server and wait until it accepts connections. Raises `BusError`.
+
+        One that is killed while it starts is started again, a few times; one that ends by itself says why.
+        """
         self.refuse_used_ports()
-        await self._spawn()
-        for _ in range(200):
-            if all(answers(port) for port in self._ports):
+        for wait in RESTART_S[:STARTS]:
+            await self._spawn()
+            if await self._accepts():
                 return
             assert self._process is not None
-            if self._process.returncode is not None:
+            if self._process.returncode is None or self._process.returncode >= 0:
                 break
-            await asyncio.sleep(0.05)
+            logger.warning("nats-server was killed while it started, starting it again in {:.1f} s", wait)
+            await asyncio.sleep(wait)
         raise BusError(f"nats-server does not start (see {self._log}):\n{tail(self._log)}")
+
+    async def _accepts(self) -> bool:
+        """Wait until the server accepts connections; False when it ended, or takes too long."""
+        assert self._process is not None
+        for _ in range(200):
+            if self._process.returncode is not None:
+                return False
+            if all(answers(port) for port in self._ports):
+                return True
+            await asyncio.sleep(0.05)
+        return False
 
     async def _spawn(self) -> None:
         self._process = await spawn([server_binary(), "-c", str(self.configuration)], log=self._log)

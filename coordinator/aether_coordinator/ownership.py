@@ -36,10 +36,23 @@ class Ownership:
         self._streams = streams
         self._claim = {"run_uuid": run_uuid, "pid": os.getpid(), "claim": uuid.uuid4().hex, "since_s": time.time()}
         self._revision: int | None = None
+        self._answering = False
+        """Whether this process answers on the owner subject; asking then would find itself."""
         self._renewing = asyncio.Lock()
 
     async def claim(self) -> None:
-        """Take the bus. Raises `RunDirectoryError` when another coordinator answers or is faster."""
+        """Take the bus; again after a failure. Raises `RunDirectoryError` when another one answers or is faster."""
+        if not self._answering:
+            await self._refuse_another()
+
+            async def respond(message: Any) -> None:
+                await message.respond(json.dumps(self._claim).encode())
+
+            await self._bus.client.subscribe(self._names.owner, cb=respond)
+            self._answering = True
+        await self.renew()
+
+    async def _refuse_another(self) -> None:
         with suppress(BusError):
             answer = await self._bus.request(self._names.owner, b"", timeout_s=ASK_S)
             other = json.loads(answer.data)
@@ -47,12 +60,6 @@ class Ownership:
                 f"another coordinator of run {self._names.run!r} (pid {other.get('pid')}) answers on the bus: stop it "
                 "first; a copy of a run directory needs another run name"
             )
-
-        async def respond(message: Any) -> None:
-            await message.respond(json.dumps(self._claim).encode())
-
-        await self._bus.client.subscribe(self._names.owner, cb=respond)
-        await self.renew()
 
     async def renew(self) -> None:
         """Write the key again if it is gone (an empty store). Raises `RunDirectoryError` when it was lost."""
@@ -70,8 +77,7 @@ class Ownership:
                 raise RunDirectoryError(
                     f"another coordinator took run {self._names.run!r} over: this one stops, nothing is lost"
                 )
-            if not mine:
-                self._revision = await bucket.update(KEY, value, last=entry.revision)
+            self._revision = entry.revision if mine else await bucket.update(KEY, value, last=entry.revision)
         except KeyNotFoundError:
             self._revision = await bucket.create(KEY, value)
         except KeyWrongLastSequenceError as error:

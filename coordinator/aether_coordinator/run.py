@@ -11,7 +11,7 @@ from typing import Any
 import nats.errors
 from aether_common.bus import Bus, read_seed
 from aether_common.checkpoint import checkpoint_path, complete_steps, read_manifest
-from aether_common.errors import AetherError, DiskError, RunDirectoryError
+from aether_common.errors import AetherError, BusError, DiskError, RunDirectoryError
 from aether_common.files import make_directory, remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
@@ -46,6 +46,8 @@ from aether_coordinator.watchdog import Stalled, View, waits_for
 
 LEASE_S = 30.0
 TRAINER_STOP_S = 20.0
+TAKE_BUS_S = 30.0
+"""How long a start waits for an embedded server that dies or does not answer."""
 FLUSH_S = 10.0
 """How long a stop waits for a disk that takes nothing."""
 HEALTH_S = 10.0
@@ -72,6 +74,8 @@ class Coordinator:
         self._ledger.with_every_commit = lambda: [Write("run", b"counters", self.counters.model_dump_json().encode())]
         self._server = EmbeddedServer(settings) if settings.nats.url is None else None
         self._state: RunState = "starting"
+        self._supervised: asyncio.Task[None] | None = None
+        """Keeps the embedded server running."""
         self._stop = asyncio.Event()
         self._reconciled = asyncio.Event()
         self._steps_done: list[StepStatus] = []
@@ -94,10 +98,7 @@ class Coordinator:
             self._bus = await self._connect(stack)
             self._compose(model_path)
             self._load_state()
-            await self._streams.declare()
-            await self._ownership.claim()
-            await self._streams.deliver_again()
-            await self._policies.report_newer()
+            await self._take_bus()
             await source_module.serve(list(self._sources.values()), stack)
             try:
                 freeze_heap()
@@ -113,6 +114,9 @@ class Coordinator:
             self._server.prepare()
             await self._server.start()
             stack.push_async_callback(self._server.stop)
+            # From here on it may die at any time, also before the run has begun.
+            self._supervised = asyncio.create_task(self._server.supervise())
+            stack.callback(self._supervised.cancel)
             url, key_file = self._server.url, self._server.key_file
         else:
             assert nats.url is not None and nats.key_file is not None
@@ -207,6 +211,22 @@ class Coordinator:
             websocket_url=self._server.websocket_url if self._server else None,
         )
 
+    async def _take_bus(self) -> None:
+        """First contact with the streams. An embedded server that dies meanwhile comes back and is asked again."""
+        deadline = time.monotonic() + (TAKE_BUS_S if self._server is not None else 0.0)
+        while True:
+            try:
+                await self._streams.declare()
+                await self._ownership.claim()
+                await self._streams.deliver_again()
+                await self._policies.report_newer()
+                return
+            except (BusError, nats.errors.Error, TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("the bus is not ready, asking again: {}", error or type(error).__name__)
+                await asyncio.sleep(1.0)
+
     def _load_state(self) -> None:
         # A temporary batch may be the committed one, so `batches` is left alone.
         for directory in (self._root, self._root / "traces"):
@@ -255,8 +275,8 @@ class Coordinator:
                 tasks.create_task(self._control.serve(self._settings.control.port))
                 tasks.create_task(self._keep_reconciled())
                 tasks.create_task(self._watch())
-                if self._server is not None:
-                    tasks.create_task(self._server.supervise())
+                if self._supervised is not None:
+                    tasks.create_task(ended(self._supervised))
                 # Before the first wait: a start can be stopped, too.
                 tasks.create_task(self._stop_on_request())
                 await ready.wait()
@@ -499,6 +519,11 @@ def step_status(batch: BatchRecord, finished_s: float, **metrics: float) -> Step
     return StepStatus(
         step=batch.step, reward=batch.reward, tokens=batch.tokens, lag=batch.lag, finished_s=finished_s, **metrics
     )
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    """Wait for a task that began elsewhere, so that its failure is one of the group that waits."""
+    await task
 
 
 def first_error(errors: BaseExceptionGroup[Any]) -> BaseException:

@@ -50,11 +50,15 @@ def run_chaos(root: Path, model: Path, seconds: float, seed: int, say) -> None:
         attacked.wait_for(lambda status: status["step"] >= 1, 180, "the first step")
         ends = time.monotonic() + seconds
         before = attacked.step()
-        while time.monotonic() < ends:
-            attacked.strike()
-            if attacked.random.random() < 0.35:
-                attacked.wait_for_steps(1, SETTLE_S)
-        settled = attacked.wait_for_steps(3, SETTLE_S)
+        try:
+            while time.monotonic() < ends:
+                attacked.strike()
+                if attacked.random.random() < 0.35:
+                    attacked.wait_for_steps(1, SETTLE_S)
+            settled = attacked.wait_for_steps(3, SETTLE_S)
+        except AssertionError:
+            say(f"seed {seed}: failed at step {attacked.step()} after {dict(attacked.done)}")
+            raise
         assert settled >= before + 3
         took = attacked.stop(60)
         say(f"stopped in {took:.1f} s")
