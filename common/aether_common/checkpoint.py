@@ -66,7 +66,8 @@ def read_manifest(run_root: Path, step: int) -> tuple[CheckpointManifest, str]:
     try:
         manifest = CheckpointManifest.model_validate(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        raise RunDirectoryError(f"{path} cannot be read ({error}): remove that checkpoint") from error
+        cause = str(error).partition("\n")[0]
+        raise RunDirectoryError(f"{path} cannot be read ({cause}): remove that checkpoint") from error
     return manifest, sha256_file(path)
 
 

@@ -203,13 +203,18 @@ def checkpoints_chained(run: RunDirectory) -> Iterator[str]:
     for step in run.checkpoints:
         if 0 < step < run.run.retained_from:
             continue
-        manifest, _ = read_manifest(run.root, step)
+        try:
+            manifest, _ = read_manifest(run.root, step)
+            parent = read_manifest(run.root, step - 1)[1] if step - 1 in run.checkpoints else None
+        except AetherError as error:
+            yield str(error)
+            continue
         batch = run.batches[step].digest if step in run.batches else None
         if manifest.run != run.run.run or manifest.step != step:
             yield f"checkpoint {step} says it is step {manifest.step} of run {manifest.run!r}"
         elif manifest.batch != batch:
             yield f"checkpoint {step} names batch {manifest.batch}, committed is {batch}"
-        elif step - 1 in run.checkpoints and manifest.parent != read_manifest(run.root, step - 1)[1]:
+        elif parent is not None and manifest.parent != parent:
             yield f"checkpoint {step} names another parent than checkpoint {step - 1}"
         else:
             yield ""
@@ -234,6 +239,9 @@ def lag_bounded(run: RunDirectory) -> Iterator[str]:
     limit = run.settings.batch.max_policy_lag
     for record in run.batches.values():
         for number in record.groups:
+            if number not in run.groups:
+                yield f"group {number} of batch {record.step} is not recorded"
+                continue
             actual = lag(record.step, run.groups[number].version)
             yield (
                 "" if 0 <= actual <= limit else f"group {number} has lag {actual} in batch {record.step} (max {limit})"
@@ -244,20 +252,24 @@ def samples_traced(run: RunDirectory) -> Iterator[str]:
     """Every sampled span of a kept batch is one journaled answer: reply, worker and adapter are known."""
     for record in run.kept_batches:
         answers: dict[str, list[TurnRecord]] = {}
-        episodes = {episode.id: episode for number in record.groups for episode in run.episodes[number]}
+        episodes = {episode.id: episode for number in record.groups for episode in run.episodes.get(number, [])}
         try:
             samples = run.samples(record.step)
         except (OSError, AetherError):
             continue  # batches_unchanged says so
         for sample in samples:
+            where = f"batch {record.step}, episode {sample.episode}"
+            if sample.episode not in episodes or sample.version not in run.policies:
+                yield f"{where}: no such episode in its groups, or no policy {sample.version}"
+                continue
             left = answers.setdefault(sample.episode, run.answers(episodes[sample.episode]))
             adapter = run.policies[sample.version].adapter
             for span in sampled_spans(sample):
                 found = next((answer for answer in left if unpack_tokens(answer.tokens) == span), None)
                 if found is None:
-                    yield f"batch {record.step}, episode {sample.episode}: {len(span)} tokens come from no reply"
+                    yield f"{where}: {len(span)} tokens come from no reply"
                 elif found.adapter != adapter or not found.worker:
-                    yield f"batch {record.step}, episode {sample.episode}: job {found.job} used another adapter"
+                    yield f"{where}: job {found.job} used another adapter"
                 else:
                     left.remove(found)
                     yield ""
@@ -305,13 +317,21 @@ INVARIANTS: tuple[Callable[[RunDirectory], Iterator[str]], ...] = (
 )
 
 
+def _results(invariant: Callable[[RunDirectory], Iterator[str]], run: RunDirectory) -> Iterator[str]:
+    """A record that is so broken that the check itself fails is a violation, not a crash of the checker."""
+    try:
+        yield from invariant(run)
+    except (AetherError, OSError, LookupError, ValueError) as error:
+        yield f"cannot be checked to the end: {type(error).__name__}: {error}"
+
+
 def verify(root: Path) -> list[Finding]:
     """Check every invariant of a stopped run. Raises `RunDirectoryError` when it cannot be read."""
     run = RunDirectory(root)
     try:
         findings: list[Finding] = []
         for invariant in INVARIANTS:
-            results = list(invariant(run))
+            results = list(_results(invariant, run))
             wrong = [result for result in results if result]
             name = invariant.__name__.replace("_", " ")
             findings.append(Finding(name, len(results), len(wrong), wrong[0] if wrong else ""))
