@@ -24,6 +24,9 @@ from tiny_run import TinyRun
 BALLAST = "ballast"
 APPEARS_S = 20.0
 """How long a fault waits for what it hits, when that is just starting."""
+SHORT_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+LONG_S = (35.0,)
+"""Longer than the 30 s after which a silent worker counts as dead."""
 WEIGHTS = {
     "kill coordinator": 3,
     "kill trainer": 3,
@@ -61,12 +64,15 @@ class Attacked:
         workers: int = 2,
         seed: int = 0,
         small_disks: bool = True,
+        longest_s: float = LONG_S[0],
         say: Callable[[str], None] = print,
         worker: dict[str, Any] | None = None,
         **server: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.say = say
+        self.longest_s = longest_s
+        """No fault lasts longer."""
         self.done: Counter[str] = Counter()
         self.workers = [f"w{number + 1}" for number in range(workers)]
         self._mounts: list[Path] = []
@@ -268,8 +274,7 @@ class Attacked:
         kinds = [kind for kind in WEIGHTS if not (self.no_disks and kind.startswith("fill"))]
         kind = self.random.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
         worker = self.random.choice(self.workers)
-        # Mostly short; sometimes longer than the 30 s after which a silent worker counts as dead.
-        seconds = self.random.choice([0.5, 1.0, 2.0, 4.0, 8.0] if self.random.random() < 0.9 else [35.0])
+        seconds = min(self.longest_s, self.random.choice(SHORT_S if self.random.random() < 0.9 else LONG_S))
         pause = round(self.random.uniform(0.2, 6.0), 1)
         hit = self._hit(kind, worker, seconds)
         self.say(f"{time.strftime('%H:%M:%S')} {kind} ({worker}, {seconds} s){'' if hit else ': nothing to hit'}")

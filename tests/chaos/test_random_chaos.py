@@ -11,7 +11,7 @@ from aether_coordinator.records import TurnRecord
 from aether_coordinator.verify import RunDirectory, verify
 from chaos.faults import Attacked
 
-SECONDS = {"sample": 40, "all": 120}
+SECONDS = {"sample": 20, "all": 120}
 SETTLE_S = 150.0
 SLOW = {
     "name": "train",
@@ -40,6 +40,7 @@ def run_chaos(root: Path, model: Path, seconds: float, seed: int, say) -> None:
         model,
         seed=seed,
         say=say,
+        longest_s=35.0 if seconds >= 100 else 4.0,
         steps=100_000,
         batch={"groups": 2, "group_size": 4},
         train=[SLOW],
