@@ -134,7 +134,7 @@ class Gateway:
             model = body["model"]
         except (ValueError, KeyError, TypeError) as error:
             return refuse(400, "invalid_request", f"not a generate request: {error!r}")
-        episode = self._episodes.get(model)
+        episode = self._episodes.get(model) if isinstance(model, str) else None
         if episode is None:
             return refuse(404, "unknown_model", f"model {model!r}: its episode is over or unknown here")
         try:
@@ -147,6 +147,8 @@ class Gateway:
             return refuse(503, "aether_infrastructure", str(error))
         except (ValueError, KeyError, TypeError) as error:
             return refuse(400, "invalid_request", f"not a generate request: {error!r}")
+        # Whoever asked again after a failure got over it: a later failure has another cause.
+        episode.failure = ""
         return web.Response(body=_completion(answer), content_type="application/json")
 
     async def _turn(self, episode: OpenEpisode, body: dict[str, Any], session: str) -> TurnRecord:

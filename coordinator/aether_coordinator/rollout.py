@@ -16,7 +16,7 @@ from loguru import logger
 from verifiers.v1 import Episode, ModelContext, SamplingConfig, TrainClientConfig
 
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode
-from aether_coordinator.samples import encode_episode, episode_reward, sampled_tokens
+from aether_coordinator.samples import encode_episode, episode_reward, episode_samples, sampled_tokens
 from aether_coordinator.sources import Source
 
 INFRASTRUCTURE = {"ProviderError", "SandboxError", "InterceptionError", "TunnelError", "ToolsetError", "HarnessError"}
@@ -115,6 +115,11 @@ def _judge(finished: Episode, episode: OpenEpisode) -> Outcome:
     reward = episode_reward(finished)
     if not math.isfinite(reward):
         return Outcome("failed", error=f"the reward is {reward}")
+    # Flattened once now: what could not enter a batch later must not be accepted.
+    if episode.group.kind == "train" and not episode_samples(
+        finished, episode.record, episode.group, advantage=0.0, temperature=1.0
+    ):
+        return Outcome("failed", error="the episode has no sampled token")
     return Outcome(
         "done",
         reward=reward,

@@ -166,6 +166,7 @@ class Coordinator:
             vocab_size=settings.base_model.vocab_size,
         )
         os.environ[SECRET_VARIABLE] = self._gateway.secret
+        never_proxy_loopback()
         self._model_path = model_path
         self._groups = Groups(
             ledger,
@@ -512,6 +513,13 @@ class Coordinator:
 
     def _write_last_status(self) -> None:
         write_durably(self._root / "status.json", self.status().model_dump_json(indent=2).encode())
+
+
+def never_proxy_loopback() -> None:
+    """verifiers' client asks the gateway on loopback; a proxy of the environment must not get to see that."""
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = {*filter(None, os.environ.get(name, "").split(",")), "127.0.0.1", "localhost"}
+        os.environ[name] = ",".join(sorted(hosts))
 
 
 def step_status(batch: BatchRecord, finished_s: float, **metrics: float) -> StepStatus:

@@ -48,7 +48,7 @@ def sampled_tokens(episode: Any) -> int:
 
 
 def episode_samples(
-    episode: WireEpisode, record: EpisodeRecord, group: GroupRecord, advantage: float, temperature: float
+    episode: Any, record: EpisodeRecord, group: GroupRecord, advantage: float, temperature: float
 ) -> list[Sample]:
     """One sample per branch that holds sampled tokens which no earlier branch trained.
 
