@@ -37,7 +37,8 @@ class TurnKey:
         """The key that `journal` writes. Raises `ValueError` for anything else."""
         episode, attempt, digest, count = journal.split("/")
         key = TurnKey(episode, int(attempt), digest, int(count))
-        if not (_EPISODE.fullmatch(episode) and is_digest(digest) and key.journal.decode() == journal):
+        known = _EPISODE.fullmatch(episode) and is_digest(digest) and min(key.attempt, key.count) >= 0
+        if not known or key.journal.decode() != journal:
             raise ValueError(f"not a key of the turn journal: {journal[:200]!r}")
         return key
 

@@ -1,6 +1,8 @@
 """Forward migration of the state: one function per schema version, applied in one transaction each."""
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import msgpack
 from aether_common.errors import RunDirectoryError
@@ -21,16 +23,25 @@ def _to_2(ledger: Ledger) -> list[Write]:
 MIGRATIONS: dict[int, Callable[[Ledger], list[Write]]] = {2: _to_2}
 
 
-def migrate(ledger: Ledger) -> None:
-    """Bring the state to this release's schema. Raises `RunDirectoryError` for a newer one."""
+def recorded_run(ledger: Ledger) -> dict[str, Any] | None:
+    """The record of the run, of any schema, None when there is none. Raises `RunDirectoryError` when it is damaged."""
     recorded = ledger.get("run", b"run")
     if recorded is None:
-        return
+        return None
     try:
         run = msgpack.unpackb(recorded)
-        version = int(run["schema_version"])
+        json.loads(run["settings"])
+        return {**run, "run": str(run["run"]), "schema_version": int(run["schema_version"])}
     except (ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(f"the record of the run cannot be read: restore it from a backup: {error!r}") from error
+
+
+def migrate(ledger: Ledger) -> None:
+    """Bring the state to this release's schema. Raises `RunDirectoryError` for a newer one."""
+    run = recorded_run(ledger)
+    if run is None:
+        return
+    version = run["schema_version"]
     if version > SCHEMA:
         raise RunDirectoryError(
             f"the state has schema {version}, this release knows {SCHEMA}: use the release that wrote it"

@@ -5,12 +5,11 @@ import time
 import uuid
 from typing import Any
 
-import msgpack
 from aether_common.errors import ConfigError, RunDirectoryError
 from loguru import logger
 
 from aether_coordinator.ledger import Ledger, Write
-from aether_coordinator.migrations import migrate
+from aether_coordinator.migrations import migrate, recorded_run
 from aether_coordinator.records import RunRecord
 from aether_coordinator.settings import ServerSettings
 
@@ -48,10 +47,9 @@ def changed_settings(ledger: Ledger, settings: ServerSettings) -> list[str]:
 
     Raises `RunDirectoryError` for the state of another run, `ConfigError` for a setting that may not change.
     """
-    recorded = ledger.get("run", b"run")
-    if recorded is None:
+    run = recorded_run(ledger)
+    if run is None:
         return []
-    run = msgpack.unpackb(recorded)
     if run["run"] != settings.run:
         raise RunDirectoryError(
             f"{settings.run_root} belongs to run {run['run']!r}, not {settings.run!r}: choose another run_root"
