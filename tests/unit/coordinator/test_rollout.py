@@ -38,7 +38,11 @@ async def test_a_task_failure_is_data(ended: Any, error: str):
         tasks=["task"],
     )
     episode: Any = SimpleNamespace(
-        model="m", group=SimpleNamespace(task=0, kind="eval"), record=SimpleNamespace(id="e"), failure="", waited=lambda: 0.0
+        model="m",
+        group=SimpleNamespace(task=0, kind="eval"),
+        record=SimpleNamespace(id="e"),
+        failure="",
+        waited=lambda: 0.0,
     )
     gateway: Any = SimpleNamespace(port=1, open=lambda _: None, close=lambda _: None)
     client = client_config(gateway, "model", {"name": "default"})
