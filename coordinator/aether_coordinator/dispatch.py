@@ -385,9 +385,12 @@ class Dispatcher:
         self.pump()
 
     def drop_orphan(self, job: str) -> bool:
-        """Forget a job that no turn waits for; whether there was one."""
+        """Forget a job that no turn waits for, and free its place on its worker; whether there was one."""
         self._aborted.discard(job)
-        return self.orphans.pop(job, None) is not None
+        orphan = self.orphans.pop(job, None)
+        if orphan is not None:
+            self._free(orphan.worker, job)
+        return orphan is not None
 
     def _drop_orphans(self) -> None:
         """Jobs of attempts that are over: nobody will ask for their answers any more."""
@@ -396,7 +399,6 @@ class Dispatcher:
         for job, orphan in list(self.orphans.items()):
             if self.expected(orphan.journal) is None:
                 self.drop_orphan(job)
-                self._free(orphan.worker, job)
                 self._leave(job, forget=True)
 
     def adopt(self, record: DispatchRecord) -> None:

@@ -233,6 +233,8 @@ async def test_jobs_of_attempts_that_are_over_are_removed_at_start(start_coordin
     await run.ledger.flush()
     assert run.dispatcher.orphans == {} and await run.pending() == {}
     assert list(run.ledger.scan("dispatches")) == []
+    # Its worker has the place for others.
+    assert [known.jobs for known in run.fleet.workers.values()] == [set()]
     await worker.reply(job, [7, 2])
     await until(lambda: run.counters.replies_duplicate == 1)
     assert run.journal() == {}
