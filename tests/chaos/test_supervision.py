@@ -5,6 +5,7 @@ of the tasks is slow, so there is always something running.
 """
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -154,7 +155,9 @@ def test_a_bus_newer_and_a_bus_older_than_the_run_directory(attacked: Attacked, 
             shutil.copytree(tmp_path / part, root / part)
     since = position(attacked)
     attacked.wait_for(lambda status: status["step"] > newer, STEPS_S, "further steps")
-    assert f"this run directory ends at {older}: older than the bus" in log_since(attacked, since)
+    # The newest checkpoint may have been complete without its policy being active.
+    reported = re.search(r"this run directory ends at (\d+): older than the bus", log_since(attacked, since))
+    assert reported and int(reported[1]) in (older - 1, older)
 
     end_coordinator(attacked)
     empty_directory(attacked.store)
