@@ -6,9 +6,8 @@ the writer until there is space; nothing is lost meanwhile, and producers wait (
 
 import asyncio
 import errno
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,14 +44,6 @@ class Write(NamedTuple):
     database: str
     key: bytes
     value: bytes | None
-
-
-def _kind(write: Write) -> tuple[str, bool]:
-    return write.database, write.value is None
-
-
-def _items(writes: Iterable[Write]) -> list[tuple[bytes, bytes]]:
-    return [write[1:] for write in writes]  # pyright: ignore[reportReturnType] - none of them deletes
 
 
 class Ledger:
@@ -185,13 +176,20 @@ class Ledger:
 
     def _write(self, writes: list[Write]) -> None:
         databases = self._databases
+        puts: dict[str, list[tuple[bytes, bytes]]] = {name: [] for name in databases}
         with self._environment.begin(write=True) as transaction:
-            for (database, deleted), same in groupby(writes, _kind):
-                if deleted:
-                    for _, key, _ in same:
-                        transaction.delete(key, db=databases[database])
-                else:
-                    transaction.cursor(databases[database]).putmulti(_items(same))
+            for database, key, value in writes:
+                if value is not None:
+                    puts[database].append((key, value))
+                    continue
+                # In order within a database, where a key may be put and deleted in turn.
+                if items := puts[database]:
+                    transaction.cursor(databases[database]).putmulti(items)
+                    items.clear()
+                transaction.delete(key, db=databases[database])
+            for database, items in puts.items():
+                if items:
+                    transaction.cursor(databases[database]).putmulti(items)
 
     def close(self) -> None:
         self._environment.close()

@@ -25,6 +25,15 @@ async def test_writes_become_durable_in_order_and_survive(tmp_path):
     again.close()
 
 
+async def test_puts_and_deletes_of_one_transaction_keep_their_order(tmp_path):
+    ledger = Ledger(tmp_path)
+    changes = [("g", b"1"), ("h", b"1"), ("g", None), ("g", b"2"), ("h", None), ("i", b"1"), ("i", b"2")]
+    ledger.commit_now(*(Write("groups", key.encode(), value) for key, value in changes), Write("journal", b"g", b"3"))
+    assert list(ledger.scan("groups")) == [(b"g", b"2"), (b"i", b"2")]
+    assert list(ledger.scan("journal")) == [(b"g", b"3")]
+    ledger.close()
+
+
 async def test_scan_by_prefix(tmp_path):
     ledger = Ledger(tmp_path)
     ledger.commit_now(*(Write("journal", key, b"") for key in (b"a/1", b"a/2", b"b/1")))
