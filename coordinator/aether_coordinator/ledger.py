@@ -101,9 +101,11 @@ class Ledger:
 
     def _accept(self, writes: tuple[Write, ...]) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((writes, future))
-        self._accepted.set()
-        if len(self._waiting) >= QUEUE:
+        waiting = self._waiting
+        if not waiting:
+            self._accepted.set()
+        waiting.append((writes, future))
+        if len(waiting) >= QUEUE:
             self._room.clear()
         return future
 

@@ -46,15 +46,14 @@ class Batches(Ledger):
         super()._write(writes)
 
 
-async def through_writer(ledger: Batches, records: list[bytes]) -> float:
+async def through_writer(ledger: Batches, records: list[Write]) -> float:
     """Seconds until all are durable."""
     ledger.sizes.clear()
-    keys = itertools.count(time.time_ns())
     waiting = iter(records)
 
     async def produce() -> None:
         for record in waiting:
-            await ledger.commit(Write("journal", b"%020d" % next(keys), record))
+            await ledger.commit(record)
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -63,14 +62,13 @@ async def through_writer(ledger: Batches, records: list[bytes]) -> float:
     return time.perf_counter() - started
 
 
-def bare(environment: lmdb.Environment, database: object, records: list[bytes], sizes: list[int]) -> float:
-    keys = itertools.count(time.time_ns())
+def bare(environment: lmdb.Environment, database: object, records: list[Write], sizes: list[int]) -> float:
     waiting = iter(records)
     started = time.perf_counter()
     for size in sizes:
         with environment.begin(write=True) as transaction:
-            for record in itertools.islice(waiting, size):
-                transaction.put(b"%020d" % next(keys), record, db=database)
+            for _, key, value in itertools.islice(waiting, size):
+                transaction.put(key, value, db=database)
     return time.perf_counter() - started
 
 
@@ -82,8 +80,9 @@ async def measure(directory: Path, rounds: int) -> tuple[list[float], list[float
     environment = lmdb.open(str(directory / "bare"), map_size=MAP_SIZE, max_dbs=1, sync=True, writemap=False)
     database = environment.open_db(b"journal")
     ours, theirs, sizes = [], [], []
+    keys = itertools.count()
     for _ in range(rounds):
-        records = [os.urandom(SIZE) for _ in range(RECORDS)]
+        records = [Write("journal", b"%020d" % next(keys), os.urandom(SIZE)) for _ in range(RECORDS)]
         ours.append(RECORDS / await through_writer(ledger, records))
         batches = [size - 1 for size in ledger.sizes]  # without the totals
         theirs.append(RECORDS / await asyncio.to_thread(bare, environment, database, records, batches))
