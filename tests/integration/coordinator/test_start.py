@@ -1,7 +1,5 @@
 """A start whose embedded nats-server is killed in the middle of it, on real processes."""
 
-import asyncio
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -25,27 +23,26 @@ def server(tmp_path: Path, tiny_model: Path) -> EmbeddedServer:
     return server
 
 
-async def kill_each(pid_file: Path, kills: int) -> list[int]:
-    """kill -9 the first servers as soon as their pid is told."""
+async def test_a_server_killed_while_it_starts_is_started_again(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid_file = server.directory / "nats-server.pid"
+    tell = server._write_pid
     killed: list[int] = []
-    while len(killed) < kills:
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(pid_file.read_text())
-            if pid not in killed:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
-        await asyncio.sleep(0)
-    return killed
 
+    def tell_and_die() -> None:
+        """kill -9 the first two servers as soon as their pid is told."""
+        tell()
+        if len(killed) < 2:
+            killed.append(int(pid_file.read_text()))
+            os.kill(killed[-1], signal.SIGKILL)
 
-async def test_a_server_killed_while_it_starts_is_started_again(server: EmbeddedServer) -> None:
-    killing = asyncio.create_task(kill_each(server.directory / "nats-server.pid", 2))
+    monkeypatch.setattr(server, "_write_pid", tell_and_die)
     try:
         await server.start()
-        assert killing.done()
-        assert int((server.directory / "nats-server.pid").read_text()) not in killing.result()
+        assert len(killed) == 2
+        assert int(pid_file.read_text()) not in killed
     finally:
-        killing.cancel()
         await server.stop()
 
 
