@@ -38,12 +38,11 @@ from aether_coordinator.demo_recipe import (
 from aether_coordinator.embedded import free_port
 from aether_coordinator.loopback import OPENER
 from aether_coordinator.progress import Progress
-from aether_coordinator.status import RunStatus
+from aether_coordinator.status import RunStatus, evaluation_path
 from aether_coordinator.summary import (
     Summary,
     as_json,
     compare,
-    evaluation_path,
     first_completions,
     print_summary,
     read_evaluation,

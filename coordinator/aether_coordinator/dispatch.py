@@ -447,17 +447,13 @@ class Dispatcher:
         for job, subject in pending.items():
             if job not in self.turns and job not in self.orphans:
                 await self._adopt_pending(job, subject)
+        self.fleet.books_complete = True
+        self._drop_orphans()
         for job, orphan in list(self.orphans.items()):
-            if self.expected(orphan.journal) is None:
-                self.drop_orphan(job)
-                await self._ledger.enqueue(Write("dispatches", job.encode(), None))
-                if job in pending:
-                    await self._purge(job)
-            elif job not in pending:
+            if job not in pending:
                 # Its job is gone and no reply came: its turn starts anew when it is asked for again.
                 self._free(orphan.worker, job)
                 self.orphans[job] = orphan.model_copy(update={"worker": ""})
-        self.fleet.books_complete = True
         for turn in list(self.turns.values()):
             if turn.worker is not None and turn.job not in pending:
                 self._tasks.create_task(self._publish(turn, turn.worker, turn.dispatch))

@@ -16,7 +16,7 @@ from aether_coordinator.records import EpisodeRecord, GroupRecord
 from aether_coordinator.samples import decode_episode, trainable_traces
 from aether_coordinator.settings import EvalSource
 from aether_coordinator.sources import Source
-from aether_coordinator.status import EvaluationStatus
+from aether_coordinator.status import EvaluationStatus, evaluation_path
 
 
 @dataclass(slots=True)
@@ -50,19 +50,16 @@ class Evaluations:
         self._ledger = ledger
         self._groups = groups
         self._sources = sources
-        self._directory = run_root / "evals"
+        self._run_root = run_root
         self._last = last_version
         self.running: dict[tuple[str, int], Evaluation] = {}
         self.done: dict[tuple[str, int], EvaluationStatus] = {}
         self._forgotten: set[tuple[str, int]] = set()
 
-    def path(self, source: str, version: int) -> Path:
-        return self._directory / source / f"policy_{version:06d}.jsonl"
-
     def load(self, recorded: list[GroupRecord]) -> None:
         """Know the finished evaluations by their files, the running ones by their groups."""
         for name in self._sources:
-            for file in sorted((self._directory / name).glob("policy_*.jsonl")):
+            for file in sorted(evaluation_path(self._run_root, name, 0).parent.glob("policy_*.jsonl")):
                 version = int(file.stem.removeprefix("policy_"))
                 lines = [json.loads(line) for line in file.read_text().splitlines()]
                 rewards = [line["reward"] for line in lines if not line["error"]]
@@ -121,7 +118,7 @@ class Evaluations:
             for group in sorted(evaluation.finished.values(), key=lambda group: group.task)
             for episode in self._groups.recorded_episodes(group)
         ]
-        path = self.path(evaluation.source, evaluation.version)
+        path = evaluation_path(self._run_root, evaluation.source, evaluation.version)
         crash_point("evaluation.before_write")
 
         def write() -> None:
@@ -160,7 +157,7 @@ class Evaluations:
         for source, version in set(self.done) - self._forgotten:
             if version < first_kept:
                 self._forgotten.add((source, version))
-                lines = self.path(source, version).read_text().splitlines()
+                lines = evaluation_path(self._run_root, source, version).read_text().splitlines()
                 found += {json.loads(line)["group"] for line in lines}
         return sorted(found)
 

@@ -28,6 +28,12 @@ MIN_COMPARED = 2
 """Fewer finished episodes cannot be compared with each other."""
 
 
+def read_trace(ledger: Ledger, directory: Path, digest: str) -> bytes:
+    """A trace from the ledger, or a larger one from its file. Raises `FileNotFoundError` when it was removed."""
+    inline = ledger.get("traces", digest.encode())
+    return inline if inline is not None else (directory / f"{digest}.msgpack").read_bytes()
+
+
 class Groups:
     """All groups that are not over yet."""
 
@@ -191,8 +197,7 @@ class Groups:
 
     def trace(self, digest: str) -> bytes:
         """A recorded trace. Raises `FileNotFoundError` when it was removed."""
-        inline = self._ledger.get("traces", digest.encode())
-        return inline if inline is not None else (self._traces / f"{digest}.msgpack").read_bytes()
+        return read_trace(self._ledger, self._traces, digest)
 
     async def set_run(self, **changes: Any) -> None:
         """Change the record of the run itself."""

@@ -1,10 +1,16 @@
 """What a run shows about itself: the JSON of `GET /status` and of `aether-coordinator status --json`."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 RunState = Literal["starting", "running", "paused", "draining", "finished", "failed"]
+
+
+def evaluation_path(run_root: Path, source: str, version: int) -> Path:
+    """Where the results of a finished evaluation lie."""
+    return run_root / "evals" / source / f"policy_{version:06d}.jsonl"
 
 
 class _Part(BaseModel):

@@ -156,10 +156,6 @@ def reward_last(steps: Sequence[StepStatus]) -> float | None:
     return fmean(step.reward for step in steps[-WINDOW:]) if steps else None
 
 
-def evaluation_path(run_root: Path, source: str, version: int) -> Path:
-    return run_root / "evals" / source / f"policy_{version:06d}.jsonl"
-
-
 def read_evaluation(path: Path) -> list[EvaluatedEpisode]:
     """The episodes of a finished evaluation. Raises `RunDirectoryError` when the file is missing or damaged."""
     return [_parse(EvaluatedEpisode, line, path) for line in _lines(path)]

@@ -17,6 +17,7 @@ from aether_common.errors import AetherError, RunDirectoryError
 from aether_common.files import FileLock
 
 from aether_coordinator.batches import build_batch, temporary_path
+from aether_coordinator.groups import read_trace
 from aether_coordinator.lag import lag
 from aether_coordinator.ledger import Ledger
 from aether_coordinator.records import (
@@ -97,8 +98,7 @@ class RunDirectory:
         return decode_batch(self.batch_bytes(step)).samples
 
     def trace(self, digest: str) -> bytes:
-        inline = self.ledger.get("traces", digest.encode())
-        return inline if inline is not None else (self.root / "traces" / f"{digest}.msgpack").read_bytes()
+        return read_trace(self.ledger, self.root / "traces", digest)
 
     def answers(self, episode: EpisodeRecord) -> list[TurnRecord]:
         """The journaled answers of the accepted attempt of an episode."""

@@ -9,7 +9,7 @@ from aether_coordinator.groups import Groups
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import EpisodeRecord, GroupRecord, RunRecord
 from aether_coordinator.settings import EvalSource
-from aether_coordinator.status import Counters
+from aether_coordinator.status import Counters, evaluation_path
 
 TASKS = 3
 
@@ -78,7 +78,7 @@ async def test_the_file_is_written_when_the_last_task_is_done(parts, tmp_path):
     assert run.evaluations.next_task() == ("held", 0, 0)
     await run.finish(0, (1.0, 0.0))
     await run.finish(2, (1.0, -1.0))
-    path = run.evaluations.path("held", 0)
+    path = evaluation_path(tmp_path, "held", 0)
     assert run.evaluations.next_task() == ("held", 0, 1) and not path.exists()
     await run.finish(1, (0.0, 0.0))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -116,7 +116,7 @@ async def test_a_file_that_a_crash_left_out_is_written_by_the_start_and_once(par
     for task in range(TASKS):
         await run.finish(task, (1.0, 0.0), tell=False)
     run = parts()
-    path = run.evaluations.path("held", 0)
+    path = evaluation_path(tmp_path, "held", 0)
     assert not path.exists()
     await run.evaluations.begin(0)
     assert len(path.read_text().splitlines()) == 6 and run.evaluations.running == {}

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from aether_common.errors import RunDirectoryError
-from aether_coordinator.status import Counters, RunStatus, StepStatus
+from aether_coordinator.status import Counters, RunStatus, StepStatus, evaluation_path
 from aether_coordinator.summary import (
     EvaluatedEpisode,
     Summary,
     as_json,
     compare,
     estimate,
-    evaluation_path,
     first_completions,
     moving_average,
     print_summary,
