@@ -28,6 +28,7 @@ from aether_coordinator.settings import ServerSettings, SourceSettings
 
 MIN_FREE_GIB = 2
 TRAINER_CHECK_S = 60.0
+CHECK_TRIES = 3
 
 Check = Callable[[ServerSettings], None]
 
@@ -166,7 +167,7 @@ def _trainer_settings(settings: ServerSettings) -> dict[str, Any]:
     command = [process.python or sys.executable, "-m", "aether_trainer", process.config]
     command += ["--run-root", settings.run_root, "--run", settings.run, "--check"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINER_CHECK_S, check=False)
+        done = _unless_killed(command)
     except OSError as error:
         raise ConfigError(f"trainer.python = {process.python} cannot be started: {error.strerror}") from error
     except subprocess.TimeoutExpired:
@@ -183,6 +184,19 @@ def _trainer_settings(settings: ServerSettings) -> dict[str, Any]:
             f"{settings.base_model.dtype!r} in server.toml: set both to the same"
         )
     return found
+
+
+def _unless_killed(command: list[Any]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; one that is killed from outside is run again. Raises `ConfigError` in the end."""
+    status = 0
+    for _ in range(CHECK_TRIES):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRAINER_CHECK_S, check=False)
+        if (status := done.returncode) >= 0:
+            return done
+    raise ConfigError(
+        f"{command[0]} -m aether_trainer was killed {CHECK_TRIES} times while it read its settings (signal {-status}): "
+        "is the machine out of memory?"
+    )
 
 
 def _ports(settings: ServerSettings) -> None:

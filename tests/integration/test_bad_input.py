@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +115,24 @@ def test_trainer_settings(run: TinyRun) -> None:
     file.write_text(file.read_text() + "\n[optimiser]\nlearning_rate = 1\n")
     message = start(run, 2)
     assert "the trainer refuses its settings" in message and f"{file}: unknown key optimiser" in message
+
+
+def test_a_killed_check_of_the_trainer_is_repeated(run: TinyRun) -> None:
+    """A start does not take a kill -9 for bad settings (found by the random chaos)."""
+    python = run.root / "python"
+    kills = run.root / "kills"
+    python.write_text(
+        f'#!/bin/sh\nkills=$(cat {kills})\necho $((kills - 1)) > {kills}\n[ "$kills" -gt 0 ] && kill -9 $$\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    check = ("aether-coordinator", "check", str(run.root / "server.toml"), "--set", f"trainer.python={python}")
+    kills.write_text("2")
+    done = run.command(*check)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills.write_text("3")
+    done = run.command(*check)
+    assert done.returncode == 2 and "was killed 3 times while it read its settings (signal 9)" in done.stdout
 
 
 def test_debug_shows_the_traceback(run: TinyRun) -> None:

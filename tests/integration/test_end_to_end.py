@@ -159,8 +159,8 @@ def test_by_hand(by_hand: ByHand) -> None:
     checked = run.command("aether-coordinator", "check", server)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
-    # One row at a time, so that it always holds jobs when it is stopped.
-    run.add_worker("w1", slots=4, more="[transformers]\nbatch_invariant = true\n")
+    # One row at a time and no time to drain, so that it has jobs to hand back when it is stopped.
+    run.add_worker("w1", slots=4, more="drain_s = 0\n[transformers]\nbatch_invariant = true\n")
     checked = run.command("aether-worker", "check", str(run.root / "w1.toml"))
     assert "no connection to nats-server" in checked.stdout and "model         ok" in checked.stdout, checked.stdout
     first = run.start_coordinator()
@@ -172,12 +172,15 @@ def test_by_hand(by_hand: ByHand) -> None:
     run.wait(lambda status: run.worker("w2", status)["tokens_per_s"] > 0, 120, "work on the late worker")
 
     # A stopped worker finishes or hands back what it holds, and says goodbye: no time-out, no lost worker.
-    run.wait(lambda status: run.worker("w1", status)["running"] >= 8, 120, "jobs on the first worker")
+    # Frozen until all its slots are taken: they cannot be finished when the signal arrives.
     w1 = run.processes["w1"]
+    w1.send_signal(signal.SIGSTOP)
+    run.wait(lambda status: run.worker("w1", status)["running"] >= 4, 20, "jobs on the first worker")
     w1.send_signal(signal.SIGTERM)
+    w1.send_signal(signal.SIGCONT)
     assert w1.wait(60) == 0, run.log("w1")
     status = run.wait(lambda status: run.worker("w1", status)["running"] == 0, 20, "no job on the stopped worker")
-    assert status["counters"]["jobs_returned"] >= 1, status["counters"]
+    assert status["counters"]["jobs_reassigned"] >= 1, status["counters"]
     step = status["step"]
     run.wait(lambda status: status["step"] > step, 120, "a step without the first worker")
 
