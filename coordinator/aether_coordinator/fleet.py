@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from aether_common.bus import Bus
@@ -38,6 +39,10 @@ DEAD_S = 30.0
 POLL_S = 25.0
 CLOCK_SKEW_S = 30.0
 RATE_WINDOW_S = 30.0
+MAX_WINDOW = 4096
+"""Jobs that one worker may hold: one that claims more would draw all work to itself."""
+MAX_REQUEST = 512 << 10
+"""Bytes of a request; a heartbeat that names a full window of jobs is smaller."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,8 @@ class Worker:
     lost: bool = False
     tokens: deque[tuple[float, int]] = field(default_factory=deque)
     """(monotonic time, completion tokens so far) of recent heartbeats."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to answer its held poll; replaced by every poll, so that a worker has only one."""
 
     @property
     def usable(self) -> bool:
@@ -107,7 +114,6 @@ class Fleet:
         self._on_bad_message = on_bad_message
         self._ledger = ledger
         self._revision = 1
-        self._news = asyncio.Event()
         self.books_complete = False
         """Until the first reconciliation after a start, jobs unknown here may be ours nevertheless."""
         self.workers: dict[str, Worker] = {}
@@ -148,6 +154,8 @@ class Fleet:
 
         async def receive(message: Msg) -> None:
             try:
+                if len(message.data) > MAX_REQUEST:
+                    raise MessageError(f"{kind.__name__} of {len(message.data)} bytes, at most {MAX_REQUEST}")
                 request = kind.decode(message.data)
                 if request.worker != message.subject.rsplit(".", 1)[-1]:
                     raise MessageError(f"{kind.__name__} of {request.worker!r} on {message.subject}")
@@ -184,10 +192,11 @@ class Fleet:
         if known and again:
             worker.jobs = known.jobs
         self.workers[request.worker] = worker
+        if known:
+            known.news.set()
         logger.bind(worker=request.worker).info(
             "worker {} joined: {} engine, {} slots", request.worker, request.engine, request.slots
         )
-        self._bump()
         self._on_room()
         return RegistrationAnswer(
             accepted=True,
@@ -207,13 +216,14 @@ class Fleet:
             return "it serves another model: " + "; ".join(lines)
         if request.max_model_len < self._max_model_len:
             return f"max_model_len is {request.max_model_len}, the run needs at least {self._max_model_len}"
+        if max(request.window, request.slots) > MAX_WINDOW:
+            return f"it asks for {request.slots} slots and a window of {request.window} jobs: at most {MAX_WINDOW}"
         return ""
 
     async def _heartbeat(self, request: Heartbeat) -> DesiredState:
         worker = self.workers.get(request.worker)
         if worker is None or worker.incarnation != request.incarnation:
-            superseded = worker is not None and not worker.lost
-            return DesiredState(revision=self._revision, superseded=superseded, unknown=not superseded)
+            return self._stranger(worker)
         now = time.monotonic()
         if worker.lost:
             return DesiredState(revision=self._revision, unknown=True)
@@ -231,34 +241,34 @@ class Fleet:
         return self._state(worker, request.running)
 
     async def _poll(self, request: Poll) -> DesiredState:
-        deadline = time.monotonic() + POLL_S
-        while True:
-            worker = self.workers.get(request.worker)
-            if worker is None or worker.incarnation != request.incarnation:
-                superseded = worker is not None and not worker.lost
-                return DesiredState(revision=self._revision, superseded=superseded, unknown=not superseded)
-            left = deadline - time.monotonic()
-            if request.revision != self._revision or left <= 0:
-                return self._state(worker, worker.running)
-            news = self._news
-            try:
-                await asyncio.wait_for(news.wait(), left)
-            except TimeoutError:
-                continue
+        worker = self.workers.get(request.worker)
+        if worker is None or worker.incarnation != request.incarnation:
+            return self._stranger(worker)
+        worker.news.set()
+        worker.news = news = asyncio.Event()
+        if request.revision == self._revision:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), POLL_S)
+        worker = self.workers.get(request.worker)
+        if worker is None or worker.incarnation != request.incarnation:
+            return self._stranger(worker)
+        return self._state(worker, worker.running)
 
     def _state(self, worker: Worker, running: dict[str, int]) -> DesiredState:
         # A job that it holds and that is not assigned to it counts no more.
         stray = {job for job in running if job not in worker.jobs} if self.books_complete else set[str]()
         return DesiredState(revision=self._revision, policies=self._wanted(), cancel=sorted(stray), drain=False)
 
-    def _bump(self) -> None:
-        self._revision += 1
-        self._news.set()
-        self._news = asyncio.Event()
+    def _stranger(self, known: Worker | None) -> DesiredState:
+        """For an incarnation that is not, or no longer, that of the name."""
+        superseded = known is not None and not known.lost
+        return DesiredState(revision=self._revision, superseded=superseded, unknown=not superseded)
 
     def announce(self) -> None:
         """There is news for the workers: answer the held polls."""
-        self._bump()
+        self._revision += 1
+        for worker in self.workers.values():
+            worker.news.set()
 
     def _declare_dead(self) -> None:
         limit = time.monotonic() - DEAD_S
