@@ -25,7 +25,7 @@ from nats.aio.msg import Msg
 from pydantic import ValidationError
 
 from aether_worker.adapters import AdapterError
-from aether_worker.engine.base import Engine, Generation, PromptTooLong, Request
+from aether_worker.engine.base import Engine, EngineUnavailable, Generation, PromptTooLong, Request, UnknownAdapter
 from aether_worker.loaded import LoadedAdapters
 from aether_worker.replies import Replies
 
@@ -201,8 +201,12 @@ class Lane:
             if held.stopped is None or task is None or task.uncancel() > 0:
                 raise
             return self._reply(held, ReplyKind.RETURNED, reason=held.stopped)
-        except AdapterError as error:
+        except (AdapterError, UnknownAdapter) as error:
             return self._failed(held, ReplyKind.RETURNED, Reason.ADAPTER, error)
+        except EngineUnavailable as error:
+            # Not begun: no attempt that counts against the job.
+            self.engine_failed.set()
+            return self._failed(held, ReplyKind.RETURNED, Reason.DRAIN, error)
         except PromptTooLong as error:
             return self._failed(held, ReplyKind.ERROR, Reason.PROMPT_TOO_LONG, error)
         except EngineError as error:

@@ -16,23 +16,57 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as `--max-lora-rank`."""
 
 REFUSED_VLLM_FLAGS = (
+    "--api-key",
+    "--config",
     "--dtype",
+    "--enable-lora",
+    "--enable-prefix-caching",
+    "--enable-scale-out",
+    "--generation-config",
+    "--gpu-memory-utilization",
+    "--headless",
     "--hf-overrides",
     "--host",
     "--kv-cache-dtype",
+    "--load-format",
+    "--logits-processors",
     "--logprobs-mode",
+    "--lora-dtype",
+    "--lora-modules",
     "--max-cpu-loras",
+    "--max-logprobs",
     "--max-lora-rank",
     "--max-loras",
     "--max-model-len",
+    "--max-num-seqs",
     "--model",
+    "--no-enable-prefix-caching",
     "--override-generation-config",
     "--port",
     "--quantization",
     "--revision",
+    "--root-path",
     "--served-model-name",
     "--speculative-config",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--stream-interval",
+    "--tensor-parallel-size",
+    "--uds",
+    "-q",
+    "-tp",
 )
+"""What the settings or the contract decide: identity, distribution sampled from, logprobs, address."""
+
+
+def refused_flag(argument: str) -> str | None:
+    """The refused flag that an argument of vLLM sets, also abbreviated or with a dotted key; None if it may pass."""
+    flag = argument.partition("=")[0].partition(".")[0].replace("_", "-")
+    if flag in REFUSED_VLLM_FLAGS:
+        return flag
+    if len(flag) > 4 and flag.startswith("--"):
+        return next((refused for refused in REFUSED_VLLM_FLAGS if refused.startswith(flag)), None)
+    return None
 
 
 def _plain(check: Callable[[], str]) -> str:
@@ -61,7 +95,11 @@ class VllmSettings(Section):
     """Interpreter of the environment that has vLLM; unset: this one."""
     extra_args: list[str] = Field(default=[])
     """Further flags of the server, for example ["--enforce-eager"]."""
-    max_loras: int = Field(default=3, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that share one copy of the model."""
+    prefix_caching: bool = True
+    """Keep the KV cache of prompts: later turns of an episode, and episodes of one task, share it."""
+    max_loras: int = Field(default=4, ge=1)
     """Adapters in one batch: max_policy_lag + 2, and one for each version under evaluation."""
     max_lora_rank: int = Field(default=16, ge=1, le=512)
     """Largest adapter rank; rounded up to what vLLM accepts."""
@@ -69,6 +107,8 @@ class VllmSettings(Section):
     """Share of the GPU's memory for weights and KV cache."""
     startup_s: float = Field(default=900.0, gt=0)
     """How long vLLM may take until it is ready."""
+    max_memory_gib: float | None = Field(default=None, gt=0)
+    """Host memory of vLLM above which it is started again, when its requests are done; None: no limit."""
 
     @field_validator("max_lora_rank")
     @classmethod
@@ -79,9 +119,10 @@ class VllmSettings(Section):
     @classmethod
     def _flags(cls, value: list[str]) -> list[str]:
         for argument in value:
-            flag = argument.partition("=")[0].replace("_", "-")
-            if flag in REFUSED_VLLM_FLAGS:
-                raise ValueError(f"{argument!r} is set by the worker or would change what is sampled: remove it")
+            if (flag := refused_flag(argument)) is not None:
+                raise ValueError(
+                    f"{argument!r} sets {flag}, which is set by the worker or would change what is sampled: remove it"
+                )
         return value
 
 

@@ -5,21 +5,22 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aether_common.wire import Sampling
-from aether_worker.engine import vllm_engine
-from aether_worker.engine.base import EngineError, PromptTooLong, Request, UnknownAdapter
-from aether_worker.engine.vllm_engine import VllmEngine, read_answer
+from aether_worker.engine import vllm_server
+from aether_worker.engine.base import EngineError, EngineUnavailable, PromptTooLong, Request, UnknownAdapter
+from aether_worker.engine.vllm_engine import VllmEngine, checked, events, read_event
+from aether_worker.engine.vllm_server import rotate
 from aether_worker.settings import VllmSettings, WorkerSettings
 
 A = "a" * 64
 
 FAKE = """#!{python}
-import json, os, sys
+import asyncio, json, os, sys
 from pathlib import Path
 from aiohttp import web
 
@@ -32,6 +33,10 @@ with (state / "starts").open("a") as file:
     entry = {{"arguments": arguments, "env": {{key: os.environ.get(key) for key in keys}}, "pid": os.getpid()}}
     file.write(json.dumps(entry) + "\\n")
 loaded = {{}}
+
+def chunk(token, logprob, reason):
+    content = [{{"token_id": token, "logprob": logprob, "rank": 1}}]
+    return {{"token_ids": [token], "finish_reason": reason, "logprobs": {{"content": content}}}}
 
 def record(path, body):
     with (state / "requests").open("a") as file:
@@ -65,12 +70,20 @@ async def generate(request):
         return web.json_response({{"error": {{"message": "unknown model"}}}}, status=404)
     if body["token_ids"] == [666]:
         os._exit(3)
-    if body["token_ids"] == [777]:
-        import asyncio
-        await asyncio.sleep(60)
-    content = [{{"token_id": 5, "logprob": -0.5, "rank": 1}}, {{"token_id": 2, "logprob": -0.25, "rank": 1}}]
-    choice = {{"token_ids": [5, 2], "finish_reason": "stop", "logprobs": {{"content": content}}}}
-    return web.json_response({{"choices": [choice]}})
+    if not body.get("stream"):
+        return web.json_response({{"choices": [chunk(5, -0.5, "length")]}})
+    response = web.StreamResponse(headers={{"Content-Type": "text/event-stream"}})
+    await response.prepare(request)
+    for choice in (chunk(5, -0.5, None), chunk(2, -0.25, "stop")):
+        await response.write(b"data: " + json.dumps({{"choices": [choice]}}).encode() + b"\\n\\n")
+        if body["token_ids"] == [777]:
+            await asyncio.sleep(60)
+        if body["token_ids"] == [888]:
+            (state / "streaming").touch()
+            while not (state / "go on").exists():
+                await asyncio.sleep(0.02)
+    await response.write(b"data: [DONE]\\n\\n")
+    return response
 
 app = web.Application()
 app.router.add_get("/health", health)
@@ -110,7 +123,8 @@ class Fake:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    monkeypatch.setattr(vllm_engine, "RESTART_S", (0.05, 0.2))
+    monkeypatch.setattr(vllm_server, "RESTART_S", (0.05, 0.2))
+    monkeypatch.setattr(vllm_server, "WATCH_S", 0.05)
     return Fake(tmp_path)
 
 
@@ -132,7 +146,7 @@ async def test_flags_environment_and_a_request(fake: Fake, engine: VllmEngine) -
     seen: list[int] = []
     generation = await engine.generate(request(3, 4, temperature=0.7, stop_token_ids=(2,)), seen.append)
     assert (generation.tokens, generation.logprobs, generation.finish_reason) == ([5, 2], [-0.5, -0.25], "stop")
-    assert seen == [2]
+    assert seen == [1, 2]
     (start,) = fake.lines("starts")
     flags = " ".join(start["arguments"])
     assert flags.startswith("-m vllm.entrypoints.openai.api_server --host 127.0.0.1")
@@ -141,15 +155,16 @@ async def test_flags_environment_and_a_request(fake: Fake, engine: VllmEngine) -
         "--dtype float32",
         "--max-model-len 16",
         "--max-num-seqs 7",
-        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 6",
+        "--enable-lora --max-lora-rank 16 --max-loras 4 --max-cpu-loras 8",
         "--enable-scale-out",
         "--logprobs-mode processed_logprobs",
         "--enforce-eager",
     ):
         assert part in flags
     assert start["env"] == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
-    load, generate = fake.lines("requests")
+    load, probe, generate = fake.lines("requests")
     assert load == ["/v1/load_lora_adapter", {"lora_name": f"v4-{A}", "lora_path": str(fake.adapter)}]
+    assert (probe[1]["model"], probe[1]["sampling_params"]["max_tokens"]) == (f"v4-{A}", 1)
     assert generate[1]["model"] == f"v4-{A}"
     assert generate[1]["token_ids"] == [3, 4]
     parameters = generate[1]["sampling_params"]
@@ -174,7 +189,7 @@ async def test_its_death_fails_the_request_and_it_comes_back_with_its_adapters(f
 async def test_a_cancelled_call_is_aborted_in_the_server(fake: Fake, engine: VllmEngine) -> None:
     call = asyncio.create_task(engine.generate(request(777), lambda _: None))
     async with asyncio.timeout(10):
-        while len(fake.lines("requests")) < 2:  # noqa: ASYNC110 - it is another process
+        while len(fake.lines("requests")) < 3:  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.02)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -238,6 +253,50 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+async def test_above_its_memory_limit_it_is_started_again_when_its_requests_are_done(fake: Fake) -> None:
+    vllm = fake.settings.vllm.model_copy(update={"max_memory_gib": 1e-6})
+    engine = VllmEngine(fake.settings.model_copy(update={"vllm": vllm}), fake.directory)
+    await engine.start()
+    await engine.load_adapter(4, A, fake.adapter)
+    long = asyncio.create_task(engine.generate(request(888), lambda _: None))
+    await until(lambda: (fake.directory / "streaming").exists())
+    while await engine.health():  # noqa: ASYNC110 - it is another process
+        await asyncio.sleep(0.02)
+    with pytest.raises(EngineUnavailable):
+        await engine.generate(request(3), lambda _: None)
+    with pytest.raises(EngineUnavailable):
+        await engine.load_adapter(5, "b" * 64, fake.adapter)
+    assert len(fake.lines("starts")) == 1
+    (fake.directory / "go on").touch()
+    assert (await long).tokens == [5, 2]
+    await until(lambda: len(fake.lines("starts")) >= 2)
+    await engine.stop()
+    assert not any(alive(start["pid"]) for start in fake.lines("starts"))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.02)
+
+
+def test_logs_are_rotated(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    with log.open("ab", buffering=0) as server:
+        for number in range(5):
+            server.write(b"%d" % number)
+            rotate(log)
+            rotate(log)
+        # Appended after the truncation: no hole in front of it.
+        server.write(b"end")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "vllm.log": "end",
+        "vllm.1.log": "4",
+        "vllm.2.log": "3",
+        "vllm.3.log": "2",
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -253,6 +312,22 @@ def test_incomplete_answers_are_errors(change: dict[str, Any], message: str) -> 
         "finish_reason": "stop",
         "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -0.25}]},
     }
-    assert read_answer({"choices": [choice]}).tokens == [5, 2]
+
+    def read(event: Any) -> list[int]:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        return checked(tokens, logprobs, read_event(event, tokens, logprobs)).tokens
+
+    assert read({"choices": [choice]}) == [5, 2]
     with pytest.raises(EngineError, match=message):
-        read_answer({"choices": [choice | change]})
+        read({"choices": [choice | change]})
+    with pytest.raises(EngineError, match="out of memory"):
+        read({"error": {"message": "out of memory"}})
+
+
+async def test_a_stream_that_breaks_off_is_an_error() -> None:
+    async def lines() -> AsyncIterator[bytes]:
+        yield b'data: {"choices": []}\n'
+
+    with pytest.raises(EngineError, match="broke off"):
+        [event async for event in events(lines())]

@@ -13,7 +13,16 @@ from pathlib import Path
 from aether_common.errors import EngineError
 from aether_common.wire import FinishReason, Sampling
 
-__all__ = ["Engine", "EngineError", "Generation", "Progress", "PromptTooLong", "Request", "UnknownAdapter"]
+__all__ = [
+    "Engine",
+    "EngineError",
+    "EngineUnavailable",
+    "Generation",
+    "Progress",
+    "PromptTooLong",
+    "Request",
+    "UnknownAdapter",
+]
 
 Progress = Callable[[int], None]
 """Called in the event loop with the number of tokens generated so far."""
@@ -25,6 +34,10 @@ class PromptTooLong(EngineError):
 
 class UnknownAdapter(EngineError):
     """The adapter is not loaded."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine is starting: the job was not begun, and no other job failed."""
 
 
 @dataclass(frozen=True, slots=True)
