@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 NODE_PROJECT = Path(__file__).parent / "integration" / "nats_js"
+VLLM_PYTHON = Path(__file__).parent / "vllm" / ".venv" / "bin" / "python"
+"""Of vLLM's CPU build, which cannot share our environment."""
 
 
 def require(part: str, missing: str | None = None) -> None:
@@ -43,5 +45,11 @@ def _docker() -> str:
     return "" if done.returncode == 0 else f"the daemon does not answer: {done.stderr.strip()[:200]}"
 
 
-PARTS: dict[str, Callable[[], str]] = {"node": _node, "docker": _docker}
+def _vllm() -> str:
+    if not VLLM_PYTHON.exists():
+        return f"its environment is not there: uv sync --project {VLLM_PYTHON.parents[2]}"
+    return ""
+
+
+PARTS: dict[str, Callable[[], str]] = {"node": _node, "docker": _docker, "vllm": _vllm}
 """Why a part is not there, empty where it is. Suites with other parts give `missing` themselves."""

@@ -58,7 +58,7 @@ async def _engine(settings: WorkerSettings) -> str:
     if settings.engine == "null":
         return "null: answers fixed tokens, for benchmarks only"
     if settings.engine == "transformers":
-        missing = [name for name in ("torch", "transformers", "peft") if importlib.util.find_spec(name) is None]
+        missing = [name for name in ("torch", "transformers", "peft") if not _installed(name)]
         if missing:
             raise ConfigError(
                 f"engine = 'transformers' needs {', '.join(missing)}: uv sync --package aether-worker --extra cpu"
@@ -66,7 +66,7 @@ async def _engine(settings: WorkerSettings) -> str:
         return "transformers: torch, transformers and peft are installed"
     python = settings.vllm.python
     if python is None:
-        if importlib.util.find_spec("vllm") is None:
+        if not _installed("vllm"):
             raise ConfigError(
                 "engine = 'vllm', but vllm is not installed here: uv sync --package aether-worker --extra vllm, or set "
                 "vllm.python to the interpreter of an environment that has it"
@@ -87,6 +87,12 @@ async def _engine(settings: WorkerSettings) -> str:
         if await process.wait() != 0:
             raise ConfigError(f"vllm.python = '{python}' has no vllm: install it there, or name another interpreter")
     return f"vllm: {output.decode().strip() or 'found'} of {python}"
+
+
+def _installed(module: str) -> bool:
+    """Whether a package is there; a folder of that name on the path is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 async def _state_dir(settings: WorkerSettings) -> str:
