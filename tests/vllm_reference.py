@@ -41,3 +41,18 @@ class Reference:
         scaled = (self.logits(digest, prompt, tokens) / temperature).log_softmax(-1)
         expected = scaled.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         return (expected - torch.tensor(logprobs)).abs().max().item()
+
+
+def processes(model: str) -> dict[int, str]:
+    """Command by process id of every process of the servers of a model, theirs and that of their children."""
+    found: dict[int, tuple[int, int, str]] = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
+                command = (directory / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            found[int(directory.name)] = (int(fields[3]), int(fields[1]), command)
+    sessions = {session for session, _, command in found.values() if model in command}
+    return {pid: command for pid, (session, _, command) in found.items() if session in sessions}

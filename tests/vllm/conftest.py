@@ -41,7 +41,7 @@ def adapters(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.1)
         path = root / f"v{version}"
-        model.save_pretrained(path, save_embedding_layers=False)
+        model.save_pretrained(str(path), save_embedding_layers=False)
         made.append(Adapter(version, path))
     return made
 

@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aether_common.wire import Sampling
 from aether_worker.engine.base import EngineError, Generation, PromptTooLong, Request
 from aether_worker.engine.vllm_engine import VllmEngine
 from aether_worker.settings import WorkerSettings
-from vllm_reference import Adapter, Reference
+from vllm_reference import Adapter, Reference, processes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,8 +20,12 @@ TOLERANCE = 1e-4
 """float32 on one machine; 1e-6 was measured."""
 
 
-async def generate(engine: VllmEngine, adapter: Adapter, job: str, **sampling: float) -> Generation:
-    request = Request(job, adapter.digest, PROMPT, Sampling(**({"max_tokens": 24} | sampling)), seed=0)
+def sampled(**values: Any) -> Sampling:
+    return Sampling.model_validate(values)
+
+
+async def generate(engine: VllmEngine, adapter: Adapter, job: str, **sampling: Any) -> Generation:
+    request = Request(job, adapter.digest, PROMPT, sampled(**({"max_tokens": 24} | sampling)), seed=0)
     return await engine.generate(request, lambda _: None)
 
 
@@ -56,14 +61,14 @@ async def test_a_stop_token_is_the_last_and_has_its_logprob(engine: VllmEngine, 
     greedy = await generate(engine, adapters[0], "greedy", temperature=0)
     stop = greedy.tokens[3]
     request = Request(
-        "stopped", adapters[0].digest, PROMPT, Sampling(temperature=0, max_tokens=24, stop_token_ids=(stop,)), seed=0
+        "stopped", adapters[0].digest, PROMPT, sampled(temperature=0, max_tokens=24, stop_token_ids=(stop,)), seed=0
     )
     progress: list[int] = []
     stopped = await engine.generate(request, progress.append)
     assert stopped.finish_reason == "stop"
     assert stopped.tokens == greedy.tokens[: greedy.tokens.index(stop) + 1]
     assert progress[-1] == len(stopped.tokens) == len(stopped.logprobs)
-    too_long = Request("long", adapters[0].digest, [5] * 256, Sampling(max_tokens=1), seed=0)
+    too_long = Request("long", adapters[0].digest, [5] * 256, sampled(max_tokens=1), seed=0)
     with pytest.raises(PromptTooLong):
         await engine.generate(too_long, lambda _: None)
 
@@ -108,7 +113,7 @@ async def test_killed_under_load(
 ) -> None:
     """Its requests fail at once, it comes back with its adapters, and of the killed one no process is left."""
     latest = adapters[-1]
-    before = processes(settings)
+    before = processes(settings.model)
     (server,) = (pid for pid, command in before.items() if "api_server" in command and "guard" not in command)
     running = [asyncio.create_task(generate(engine, latest, f"k{n}", max_tokens=200)) for n in range(4)]
     await asyncio.sleep(0.05)
@@ -119,21 +124,6 @@ async def test_killed_under_load(
     async with asyncio.timeout(200):
         while not await engine.health():  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.2)
-    assert not set(before) & set(processes(settings))
+    assert not set(before) & set(processes(settings.model))
     answer = await generate(engine, latest, "again")
     assert reference.error(latest.digest, PROMPT, answer.tokens, answer.logprobs, 1.0) < TOLERANCE
-
-
-def processes(settings: WorkerSettings) -> dict[int, str]:
-    """Command by process id of every process of the servers that this process started (their sessions' members)."""
-    found: dict[int, tuple[int, int, str]] = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
-                command = (directory / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-            found[int(directory.name)] = (int(fields[3]), int(fields[1]), command)
-    sessions = {session for session, _, command in found.values() if settings.model in command}
-    return {pid: command for pid, (session, _, command) in found.items() if session in sessions}
