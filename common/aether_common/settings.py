@@ -125,9 +125,12 @@ def _resolve_paths(model: type[BaseModel], values: Any, base: Path) -> None:
 
 def _resolve_path(name: str, value: str, base: Path) -> str:
     try:
-        return str((base / Path(value).expanduser()).resolve())
+        path = os.path.abspath(base / Path(value).expanduser())
+        Path(path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a loop of links, a NUL
         raise ConfigError(f"{name} = {value!r} is no usable path: {error}") from error
+    # Links stay links: what the interpreter of a virtual environment points to is another interpreter.
+    return path
 
 
 def describe(error: ValidationError, path: Path, origins: dict[str, str], model: type[BaseModel]) -> str:

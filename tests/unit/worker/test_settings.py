@@ -29,6 +29,14 @@ def test_defaults_and_relative_paths(tmp_path: Path) -> None:
     assert (settings.engine, settings.slots, settings.window) == ("vllm", 32, 40)
 
 
+def test_the_interpreter_of_an_environment_stays_one(tmp_path: Path) -> None:
+    """`bin/python` of a virtual environment is a link; what it points to lacks the environment's packages."""
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "python").symlink_to("/usr/bin/env")
+    settings = load(tmp_path, overrides=["vllm.python=deeper/../env/python"])
+    assert settings.vllm.python == tmp_path / "env" / "python"
+
+
 def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AETHER_WORKER_SLOTS", "4")
     monkeypatch.setenv("AETHER_WORKER_VLLM__MAX_LORA_RANK", "20")

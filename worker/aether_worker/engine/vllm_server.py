@@ -75,7 +75,8 @@ def environment() -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        **os.environ,
+        # The paths of this environment's modules mean nothing to another's interpreter.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
