@@ -17,6 +17,7 @@ from aether_common.names import Names
 from aether_common.pull import PullLoop
 from aether_common.wire import DesiredState, Heartbeat, Job, Registration, RegistrationAnswer, Reply, ReplyKind
 from aether_coordinator.dispatch import Dispatcher, Expected
+from aether_coordinator.events import Events
 from aether_coordinator.fleet import Fleet
 from aether_coordinator.gateway import Gateway, OpenEpisode
 from aether_coordinator.journal import Claims, TurnKey
@@ -66,14 +67,19 @@ class Coordinator:
         self._calls: list[asyncio.Task[tuple[int, Any]]] = []
 
     async def start(
-        self, *, storage: int = 256 << 20, fill: tuple[Write, ...] = (), opened: Sequence[int] = ()
+        self,
+        *,
+        storage: int = 256 << 20,
+        lease_s: float = 5,
+        fill: tuple[Write, ...] = (),
+        opened: Sequence[int] = (),
     ) -> "Coordinator":
         """As after a start of the process; `fill` is written first, `opened` are running episodes."""
         self.ledger = Ledger(self.root / "state")
         self.ledger.commit_now(*fill)
         self.bus: Bus = self.server.coordinator_bus()
         await self.bus.connect()
-        self.streams = Streams(self.bus, self.names, "u" * 32, max_age_s=3600, lease_s=5, storage=storage)
+        self.streams = Streams(self.bus, self.names, "u" * 32, max_age_s=3600, lease_s=lease_s, storage=storage)
         self.dispatcher = Dispatcher(self.bus, self.names, self.ledger, self.streams, self.counters)
         self.intake = ReplyIntake(self.bus, self.names, self.ledger, self.dispatcher, self.counters, RUN_SEED)
         self.fleet = Fleet(
@@ -82,12 +88,14 @@ class Coordinator:
             self.streams,
             identity=IDENTITY,
             max_model_len=256,
-            lease_s=5,
+            lease_s=lease_s,
             wanted=list,
             on_lost=self.dispatcher.lost,
             on_room=self.dispatcher.pump,
             on_bad_message=self._bad,
             ledger=self.ledger,
+            events=Events(self.root),
+            run_root=self.root,
         )
         self.dispatcher.fleet = self.fleet
         self.dispatcher.expected = self._expected
