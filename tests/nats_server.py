@@ -7,12 +7,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from aether_common.bus import Bus
 from aether_common.files import write_durably
 from aether_common.names import Names
-from aether_coordinator.accounts import Key, add_worker, make_key, read_workers, server_configuration, write_workers
+from aether_common.tls import Tls
+from aether_coordinator import certificates
+from aether_coordinator.accounts import Key, Websocket, make_key, server_configuration
+from aether_coordinator.workers_conf import add_worker, read_workers, write_workers
 
 BINARY = Path(sys.executable).parent / "nats-server"
 
@@ -26,8 +30,17 @@ def free_port() -> int:
 class NatsServer:
     """Both ports and the store survive `kill` and `restart`. Use it as a context manager."""
 
-    def __init__(self, directory: Path, run: str = "test", max_storage_mib: int = 512) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: str = "test",
+        max_storage_mib: int = 512,
+        hosts: Sequence[str] = (),
+        client_ca: Path | None = None,
+    ) -> None:
+        """With `hosts` workers connect by TLS, with a certificate for them from an authority in `directory`."""
         self.directory = directory
+        self.hosts, self._client_ca = hosts, client_ca
         self.names = Names(run)
         self.port, self.websocket_port = free_port(), free_port()
         self.coordinator: Key = make_key()
@@ -40,7 +53,14 @@ class NatsServer:
 
     @property
     def worker_url(self) -> str:
+        if self.hosts:
+            return f"wss://{self.hosts[0]}:{self.websocket_port}"
         return f"ws://127.0.0.1:{self.websocket_port}"
+
+    @property
+    def tls(self) -> Tls:
+        """What a worker needs to trust this server."""
+        return Tls(self.directory / "ca.pem") if self.hosts else Tls()
 
     @property
     def workers_conf(self) -> Path:
@@ -48,13 +68,18 @@ class NatsServer:
 
     def __enter__(self) -> "NatsServer":
         self.directory.mkdir(parents=True, exist_ok=True)
+        websocket = Websocket(self.websocket_port)
+        if self.hosts:
+            certificates.prepare(self.directory, self.names.run, self.hosts)
+            pair = (self.directory / "server.pem", self.directory / "server.key")
+            websocket = Websocket(self.websocket_port, "127.0.0.1", *pair, self._client_ca)
         (self.directory / "nats-server.conf").write_text(
             server_configuration(
                 self.names,
                 directory=self.directory,
                 coordinator=self.coordinator.public,
                 port=self.port,
-                websocket_port=self.websocket_port,
+                websocket=websocket,
                 max_storage_mib=self._max_storage_mib,
             )
         )
@@ -106,7 +131,7 @@ class NatsServer:
         return path
 
     def revoke_worker(self, worker: str) -> None:
-        kept = [entry for entry in read_workers(self.workers_conf) if entry[0] != worker]
+        kept = [entry for entry in read_workers(self.workers_conf) if entry.worker != worker]
         write_workers(self.workers_conf, self.names, kept)
         self.reload()
 
@@ -117,4 +142,4 @@ class NatsServer:
     def worker_bus(self, worker: str) -> Bus:
         """A worker's connection, not connected yet; the worker must have a key."""
         seed = (self.directory / f"{worker}.seed").read_text()
-        return Bus(self.worker_url, seed, self.names.inbox(worker), worker)
+        return Bus(self.worker_url, seed, self.names.inbox(worker), worker, self.tls)

@@ -6,16 +6,11 @@ interface. Imports that write contain a wildcard: literal ones could be forged t
 """
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import nkeys
-from aether_common.errors import ConfigError
-from aether_common.files import write_durably
-from aether_common.names import Names, check_token
-
-_USER = re.compile(r"nkey: (U[A-Z2-7]{55})(?:(?!nkey: ).)*?# worker ([a-z0-9-]{1,64})\s", re.DOTALL)
+from aether_common.names import Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +31,39 @@ def public_key(seed: str) -> str:
     return bytes(nkeys.from_seed(bytearray(seed.encode())).public_key).decode()
 
 
+@dataclass(frozen=True, slots=True)
+class Websocket:
+    """Where workers connect: plain on loopback, or by TLS with these PEM files."""
+
+    port: int
+    host: str = "127.0.0.1"
+    certificate: Path | None = None
+    private_key: Path | None = None
+    client_ca: Path | None = None
+    """Whoever connects must show a certificate that this authority signed."""
+
+    def tls(self) -> str:
+        """The block's encryption, in the words of nats-server."""
+        if self.certificate is None:
+            return "no_tls: true"
+        client = f'; ca_file: "{self.client_ca}"; verify: true' if self.client_ca else ""
+        return f'tls {{ cert_file: "{self.certificate}"; key_file: "{self.private_key}"{client} }}'
+
+
 def server_configuration(
     names: Names,
     *,
     directory: Path,
     coordinator: str,
     port: int,
-    websocket_port: int,
+    websocket: Websocket,
     max_storage_mib: int,
     monitor_port: int | None = None,
+    pid_file: Path | None = None,
 ) -> str:
     """The text of `nats-server.conf`; `coordinator` is its public key. `workers.conf` lies beside it."""
     monitor = f'\n# Health and figures, on loopback only.\nhttp: "127.0.0.1:{monitor_port}"\n' if monitor_port else ""
+    pid = f'\n# Commands that change workers.conf signal this process.\npid_file: "{pid_file}"\n' if pid_file else ""
     run = names.run
     exports = [
         (names.next_api, True),
@@ -74,11 +90,12 @@ def server_configuration(
     )
     return f"""\
 # nats-server of the Aether RL run {run}. Written by aether-coordinator.
+# After a change: kill -HUP (a broken file keeps the old configuration). Ports and store_dir need a restart.
 server_name: aether-{run}
 
 # The coordinator connects here, on loopback only.
 listen: "127.0.0.1:{port}"
-{monitor}
+{monitor}{pid}
 # Limits of one connection, and how fast a dead link is noticed (20 s, twice).
 max_payload: 8MB
 max_pending: 64MB
@@ -86,14 +103,20 @@ max_subscriptions: 100
 ping_interval: "20s"
 ping_max: 2
 
-# Messages and artefacts on their way between machines.
+# Messages and artefacts on their way between machines. What is lost here, the coordinator puts here again.
+# max_file: at least nats.max_storage_mib of server.toml.
 jetstream {{ store_dir: "{directory / "jetstream"}", max_mem: 64MB, max_file: {max_storage_mib}MB }}
 
-# Workers connect here.
-websocket {{ listen: "127.0.0.1:{websocket_port}", no_tls: true, handshake_timeout: "5s", compression: false }}
+# Workers connect here, by WebSocket. A new certificate in the same files serves new connections after kill -HUP.
+websocket {{
+  listen: "{websocket.host}:{websocket.port}"
+  {websocket.tls()}
+  handshake_timeout: "5s"
+  compression: false
+}}
 
 accounts {{
-  # The coordinator's account owns JetStream and offers the workers what they need.
+  # The coordinator's account owns JetStream and offers the workers the services that they need, and nothing else.
   CORE {{
     jetstream: enabled
     users: [ {{ nkey: {coordinator}, allowed_connection_types: ["STANDARD"] }} ]
@@ -111,47 +134,3 @@ accounts {{
   }}
 }}
 """
-
-
-def worker_user(names: Names, worker: str, public: str) -> str:
-    """One user of `workers.conf`: what this worker may publish, and its own inbox."""
-    publish = [
-        names.next(worker),
-        names.ack(worker),
-        names.reply(worker, "*"),
-        names.artifact_get,
-        names.artifact_meta(),
-        *(names.fleet(kind, worker) for kind in ("hb", "reg", "poll")),
-    ]
-    allowed = ", ".join(f'"{subject}"' for subject in publish)
-    return (
-        f'  {{ nkey: {public}, allowed_connection_types: ["WEBSOCKET"], permissions: {{\n'
-        f"      publish: {{ allow: [ {allowed} ] }}\n"
-        f'      subscribe: {{ allow: [ "{names.inbox(worker)}.>" ] }} }} }} # worker {worker}\n'
-    )
-
-
-def read_workers(path: Path) -> list[tuple[str, str]]:
-    """(worker, public key) of every user in a `workers.conf`. Raises `ConfigError` when it is no text."""
-    if not path.is_file():
-        return []
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return [(worker, public) for public, worker in _USER.findall(text)]
-
-
-def write_workers(path: Path, names: Names, workers: list[tuple[str, str]]) -> None:
-    """Replace `workers.conf`; the server reads it at start and on SIGHUP."""
-    users = "".join(worker_user(names, worker, public) for worker, public in workers)
-    write_durably(path, f"users: [\n{users}]\n".encode(), mode=0o600)
-
-
-def add_worker(path: Path, names: Names, worker: str, public: str) -> None:
-    """Append a worker. Raises `ConfigError` when it has a key already."""
-    check_token(worker, "worker name")
-    workers = read_workers(path)
-    if worker in dict(workers):
-        raise ConfigError(f"worker {worker!r} has a key already ({path}): choose another name")
-    write_workers(path, names, [*workers, (worker, public)])

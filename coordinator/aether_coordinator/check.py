@@ -20,7 +20,9 @@ from aether_common.errors import AetherError, ConfigError, IdentityError, RunDir
 from aether_common.files import FileLock
 from aether_common.identity import compute_identity, differences, resolve_model
 
+from aether_coordinator.control import read_token
 from aether_coordinator.embedded import EmbeddedServer, answers, server_binary
+from aether_coordinator.host import external_server
 from aether_coordinator.ledger import Ledger
 from aether_coordinator.loopback import port_in_use
 from aether_coordinator.opening import changed_settings
@@ -63,7 +65,7 @@ def before_start(settings: ServerSettings) -> None:
             _is_installed(source)
         _recorded(settings)
         _nats(settings)
-        if settings.nats.url is None:
+        if settings.nats.embedded:
             server = EmbeddedServer(settings)
             server.prepare()
             server.refuse_used_ports()
@@ -200,14 +202,16 @@ def _unless_killed(command: list[Any]) -> subprocess.CompletedProcess[str]:
 
 
 def _ports(settings: ServerSettings) -> None:
+    if settings.control.token_file is not None:
+        read_token(settings.control.token_file)
     for setting, port in (("gateway.port", settings.gateway.port), ("control.port", settings.control.port)):
         if port and answers(port):
             raise port_in_use(setting, port)
 
 
 def _nats(settings: ServerSettings) -> None:
-    if settings.nats.url is None:
+    if settings.nats.embedded:
         server_binary()
         return
-    assert settings.nats.key_file is not None
-    read_seed(settings.nats.key_file)
+    _, key_file = external_server(settings)
+    read_seed(key_file)

@@ -1,7 +1,7 @@
 """The embedded nats-server: configured, started and supervised by the coordinator.
 
 Its keys, configuration and ports lie in the run directory: it comes back on the same ports, and dies
-with the coordinator.
+with the coordinator. Workers reach it on loopback, or elsewhere by TLS.
 """
 
 import asyncio
@@ -22,9 +22,11 @@ from aether_common.files import make_directory, write_durably
 from aether_common.names import Names
 from loguru import logger
 
-from aether_coordinator.accounts import make_key, public_key, server_configuration, write_workers
+from aether_coordinator import certificates
+from aether_coordinator.accounts import Websocket, make_key, public_key, server_configuration
 from aether_coordinator.loopback import OPENER
 from aether_coordinator.settings import ServerSettings
+from aether_coordinator.workers_conf import write_workers
 
 RESTART_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 STARTS = 3
@@ -53,18 +55,27 @@ class EmbeddedServer:
             write_durably(self.key_file, make_key().seed.encode() + b"\n", mode=0o600)
         self._ports = self._choose_ports()
         names = Names(self._settings.run)
+        if hosts := self._settings.nats.self_signed:
+            certificates.prepare(self.directory, self._settings.run, hosts)
         text = server_configuration(
             names,
             directory=self.directory,
             coordinator=public_key(self.key_file.read_text().strip()),
             port=self._ports[0],
-            websocket_port=self._ports[1],
+            websocket=self._websocket(),
             monitor_port=self._ports[2],
             max_storage_mib=self._settings.nats.max_storage_mib,
         )
         write_durably(self.configuration, text.encode(), mode=0o600)
         if not self.workers.is_file():
             write_workers(self.workers, names, [])
+
+    def _websocket(self) -> Websocket:
+        nats = self._settings.nats
+        certificate, private_key = nats.certificate, nats.private_key
+        if nats.self_signed:
+            certificate, private_key = self.directory / certificates.SERVER, self.directory / certificates.SERVER_KEY
+        return Websocket(self._ports[1], nats.websocket_host, certificate, private_key)
 
     def _choose_ports(self) -> tuple[int, int, int]:
         """Configured ports, else the recorded ones, else free ones (recorded).
@@ -88,7 +99,20 @@ class EmbeddedServer:
 
     @property
     def websocket_url(self) -> str:
+        """What workers dial."""
+        nats = self._settings.nats
+        if nats.public_url:
+            return nats.public_url
+        if nats.self_signed:
+            return certificates.websocket_url(nats.self_signed[0], self._ports[1])
+        if nats.certificate:
+            return certificates.websocket_url(certificates.first_name(nats.certificate), self._ports[1])
         return f"ws://127.0.0.1:{self._ports[1]}"
+
+    @property
+    def ca_file(self) -> Path | None:
+        """The private authority that workers must trust; None where their system's do."""
+        return self.directory / certificates.AUTHORITY if self._settings.nats.self_signed else None
 
     def refuse_used_ports(self) -> None:
         """Raises `BusError` when another process listens on our ports; after `prepare`."""
@@ -182,12 +206,17 @@ class EmbeddedServer:
 
     def reload(self) -> bool:
         """Let a running server read its configuration again. False when none runs."""
-        with suppress(OSError, ValueError):
-            pid = int(self._pid_file.read_text())
-            if "nats-server" in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGHUP)
-                return True
-        return False
+        return signal_reload(self._pid_file)
+
+
+def signal_reload(pid_file: Path) -> bool:
+    """Let the nats-server whose pid a file holds read its configuration again. False when none runs."""
+    with suppress(OSError, ValueError):
+        pid = int(pid_file.read_text())
+        if "nats-server" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(pid, signal.SIGHUP)
+            return True
+    return False
 
 
 def server_binary() -> str:

@@ -15,6 +15,7 @@ from aether_common.errors import AetherError, BusError, DiskError, RunDirectoryE
 from aether_common.files import make_directory, remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
+from aether_common.tls import Tls
 from loguru import logger
 
 from aether_coordinator import sources as source_module
@@ -24,10 +25,13 @@ from aether_coordinator.control import Control
 from aether_coordinator.dispatch import Dispatcher, Expected
 from aether_coordinator.embedded import EmbeddedServer
 from aether_coordinator.evaluations import Evaluations
+from aether_coordinator.events import Events
 from aether_coordinator.fleet import Fleet
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode
 from aether_coordinator.groups import Groups
+from aether_coordinator.host import external_server
 from aether_coordinator.journal import Claims, TurnKey
+from aether_coordinator.keys import Keys
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.opening import open_run
 from aether_coordinator.ownership import Ownership
@@ -51,6 +55,8 @@ TAKE_BUS_S = 30.0
 FLUSH_S = 10.0
 """How long a stop waits for a disk that takes nothing."""
 HEALTH_S = 10.0
+KEYS_S = 10.0
+"""Between two looks at the workers' keys: their ends, and what a command line could not tell us."""
 SHOWN_STEPS = 200
 """Steps in the status; all are in metrics/steps.jsonl."""
 
@@ -72,7 +78,8 @@ class Coordinator:
         recorded = self._ledger.get("run", b"counters")
         self.counters = Counters.model_validate_json(recorded) if recorded else Counters()
         self._ledger.with_every_commit = lambda: [Write("run", b"counters", self.counters.model_dump_json().encode())]
-        self._server = EmbeddedServer(settings) if settings.nats.url is None else None
+        self._server = EmbeddedServer(settings) if settings.nats.embedded else None
+        self._events = Events(self._root)
         self._state: RunState = "starting"
         self._supervised: asyncio.Task[None] | None = None
         """Keeps the embedded server running."""
@@ -100,16 +107,20 @@ class Coordinator:
             self._load_state()
             await self._take_bus()
             await source_module.serve(list(self._sources.values()), stack)
+            self._events.record("started", f"pid {os.getpid()}")
             try:
                 freeze_heap()
                 await self._work()
             finally:
+                self._events.record(
+                    "stopped", f"pid {os.getpid()}, {self._state} at step {max(0, self._policies.newest)}"
+                )
+                self._events.close()
                 self._write_last_status()
 
     # ---- composition -------------------------------------------------------------------------------
 
     async def _connect(self, stack: AsyncExitStack) -> Bus:
-        nats = self._settings.nats
         if self._server is not None:
             self._server.prepare()
             await self._server.start()
@@ -119,9 +130,9 @@ class Coordinator:
             stack.callback(self._supervised.cancel)
             url, key_file = self._server.url, self._server.key_file
         else:
-            assert nats.url is not None and nats.key_file is not None
-            url, key_file = nats.url, nats.key_file
-        bus = Bus(url, read_seed(key_file), "_INBOX", f"coordinator-{self._settings.run}", nats.ca_file)
+            url, key_file = external_server(self._settings)
+        tls = Tls(self._settings.nats.ca_file, table="nats")
+        bus = Bus(url, read_seed(key_file), "_INBOX", f"coordinator-{self._settings.run}", tls)
         await bus.connect()
         stack.push_async_callback(bus.close)
         return bus
@@ -164,6 +175,7 @@ class Coordinator:
             turn_deadline_s=settings.episodes.turn_deadline_s,
             stop_token_ids=stop_token_ids(model_path),
             vocab_size=settings.base_model.vocab_size,
+            on_refused=lambda reason: self._events.record("request_refused", f"gateway: {reason}", warn=True),
         )
         os.environ[SECRET_VARIABLE] = self._gateway.secret
         never_proxy_loopback()
@@ -202,13 +214,18 @@ class Coordinator:
             on_room=self._dispatcher.pump,
             on_bad_message=self._count_bad_message,
             ledger=ledger,
+            events=self._events,
+            run_root=self._root,
         )
         self._dispatcher.fleet = self._fleet
         self._dispatcher.expected = self._expected
         self._control = Control(
             self._root,
+            settings.control,
             status=self.status,
             pause=self._pause,
+            workers=self._fleet.look,
+            on_refused=lambda reason: self._events.record("request_refused", f"control: {reason}", warn=True),
             websocket_url=self._server.websocket_url if self._server else None,
         )
 
@@ -269,13 +286,15 @@ class Coordinator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._ledger.run())
+                tasks.create_task(self._bus.raise_when_refused())
                 tasks.create_task(self._fleet.run())
                 tasks.create_task(self._dispatcher.run())
                 tasks.create_task(self._intake.run())
                 tasks.create_task(self._gateway.serve(self._settings.gateway.port, ready.set))
-                tasks.create_task(self._control.serve(self._settings.control.port))
+                tasks.create_task(self._control.serve())
                 tasks.create_task(self._keep_reconciled())
                 tasks.create_task(self._watch())
+                tasks.create_task(self._keep_keys())
                 if self._supervised is not None:
                     tasks.create_task(ended(self._supervised))
                 # Before the first wait: a start can be stopped, too.
@@ -294,7 +313,8 @@ class Coordinator:
             self._state = "failed"
             raise first_error(errors) from errors
         finally:
-            self._ledger.commit_now(*self._ledger.with_every_commit())
+            seen = self._fleet.seen(self._fleet.workers.values())
+            self._ledger.commit_now(*self._ledger.with_every_commit(), *seen)
 
     async def _run_schedule(self) -> None:
         await self._schedule.run()
@@ -330,7 +350,7 @@ class Coordinator:
 
     async def _pause(self, paused: bool) -> None:
         await self._groups.set_run(paused=paused)
-        logger.info("paused: no new groups" if paused else "resumed")
+        self._events.record("paused" if paused else "resumed", "no new groups" if paused else "by the operator")
         self._progress = time.monotonic()
         self._schedule.wake()
 
@@ -369,6 +389,18 @@ class Coordinator:
                 logger.warning("reconciliation failed, trying again: {}", error or type(error).__name__)
                 await asyncio.sleep(2)
                 wanted.set()
+
+    async def _keep_keys(self) -> None:
+        """End keys whose time is over, and act on what was changed while nobody could tell us."""
+        keys = Keys(self._settings)
+        while True:
+            try:
+                for key in await asyncio.to_thread(keys.remove_expired):
+                    logger.info("the key of worker {} before its rotation ended at {}", key.worker, key.until_text)
+            except AetherError as error:
+                logger.error("the workers' keys cannot be looked at: {}", error)
+            await self._fleet.look()
+            await asyncio.sleep(KEYS_S)
 
     async def _bus_well(self) -> bool:
         """Look at the connected bus; an embedded server that only a restart cures is restarted."""

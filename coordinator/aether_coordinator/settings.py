@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from aether_common.bus import COORDINATOR_SCHEMES, check_url
+from aether_common.bus import COORDINATOR_SCHEMES, WORKER_SCHEMES, check_url, is_loopback
 from aether_common.errors import ConfigError
 from aether_common.identity import ModelIdentity, check_revision
 from aether_common.names import Names
@@ -11,36 +11,94 @@ from aether_common.settings import ModelName, Section, Settings
 from aether_common.wire import Sampling
 from pydantic import Field, field_validator, model_validator
 
+from aether_coordinator.certificates import check_host
+
 SourceName = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
 
 
 class NatsSettings(Section):
     """The message queue between machines."""
 
+    directory: Path | None = None
+    """What `aether-coordinator nats init` wrote for a nats-server on this host: `url`, `key_file` and the workers' URL
+    come from there, and `worker add` and its like work on it."""
     url: str | None = None
-    """`nats://` (loopback) or `tls://` URL of a nats-server that runs already; unset: an embedded one is started."""
+    """`nats://` (loopback) or `tls://` URL of a nats-server that runs already; unset, and no `directory`: an embedded
+    one is started."""
     key_file: Path | None = None
-    """nkey seed of the coordinator; unset with the embedded server, which has its own."""
+    """nkey seed of the coordinator; unset with `directory` or the embedded server, which have their own."""
     ca_file: Path | None = None
-    """Certificate authority for `tls://`; unset: the system's."""
+    """Certificate authority for a `tls://` url; unset: the system's."""
+    public_url: str | None = None
+    """URL that workers dial, as `worker add` prints it: for a proxy in front, or another name or port."""
     port: int = Field(default=0, ge=0, le=65535)
     """Embedded server: coordinator port on loopback; 0 takes a free one and keeps it."""
     websocket_port: int = Field(default=0, ge=0, le=65535)
     """Embedded server: WebSocket port for workers; 0 takes a free one and keeps it."""
+    websocket_host: str = "127.0.0.1"
+    """Embedded server: address for the workers' WebSocket port, for example 0.0.0.0; needs TLS unless loopback."""
+    self_signed: list[str] = []
+    """Embedded server: host names and addresses that workers dial, the first one in the URL; makes a private
+    authority and a certificate for them in `run_root/nats`."""
+    certificate: Path | None = None
+    """Embedded server: PEM certificate chain for the WebSocket port, from a public or your own authority."""
+    private_key: Path | None = None
+    """Embedded server: PEM key of `certificate`."""
     max_storage_mib: int = Field(default=4096, ge=512)
     """Bound of JetStream's files."""
+
+    @property
+    def embedded(self) -> bool:
+        return self.url is None and self.directory is None
 
     @field_validator("url")
     @classmethod
     def _url(cls, value: str | None) -> str | None:
         return value if value is None else check_url(value, COORDINATOR_SCHEMES)
 
+    @field_validator("public_url")
+    @classmethod
+    def _public_url(cls, value: str | None) -> str | None:
+        return value if value is None else check_url(value, WORKER_SCHEMES)
+
+    @field_validator("self_signed")
+    @classmethod
+    def _self_signed(cls, value: list[str]) -> list[str]:
+        return [check_host(host) for host in value]
+
     @model_validator(mode="after")
     def _external(self) -> Self:
-        if self.url is not None and self.key_file is None:
+        if self.embedded:
+            for key in ("key_file", "ca_file"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"nats.{key} belongs to an external server: set nats.url, or remove it")
+            return self
+        if self.directory is None and self.key_file is None:
             raise ValueError("nats.url names an external server: set nats.key_file to the coordinator's nkey seed")
-        if self.url is None and self.key_file is not None:
-            raise ValueError("nats.key_file belongs to an external server: set nats.url, or remove it")
+        for key in ("port", "websocket_port", "websocket_host", "self_signed", "certificate", "private_key"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"nats.{key} belongs to the embedded server, but nats.{'url' if self.url else 'directory'} names "
+                    "another one: remove it (that server's own configuration decides)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _encrypted(self) -> Self:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("nats.certificate and nats.private_key belong together: set both or neither")
+        if self.self_signed and self.certificate:
+            raise ValueError("nats.self_signed and nats.certificate exclude each other: remove one")
+        if not self.self_signed and not self.certificate and not is_loopback(self.websocket_host):
+            raise ValueError(
+                f"nats.websocket_host = {self.websocket_host!r} would let keys and jobs travel unencrypted: set "
+                "nats.self_signed, or nats.certificate and nats.private_key; behind a proxy on this host leave it "
+                "at 127.0.0.1"
+            )
+        for key in ("certificate", "private_key"):
+            path = getattr(self, key)
+            if path is not None and not path.is_file():
+                raise ValueError(f"nats.{key} = '{path}': no such file")
         return self
 
 
@@ -52,10 +110,26 @@ class GatewaySettings(Section):
 
 
 class ControlSettings(Section):
-    """The loopback endpoint behind `status`, `pause` and `resume`."""
+    """The endpoint behind `status`, `pause`, `resume` and the `worker` commands."""
 
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Another than loopback needs `token_file`, and a proxy with TLS in front."""
+    token_file: Path | None = None
+    """File (mode 600) with a token of 32 characters or more, which every request must then show; unset: a new one at
+    each start, and `GET /status` is open to local programs."""
+    allowed_hosts: list[str] = []
+    """Names by which the endpoint is called, besides loopback and `host`: what a proxy sends as Host, without port."""
+
+    @model_validator(mode="after")
+    def _token(self) -> Self:
+        if self.token_file is None and not is_loopback(self.host):
+            raise ValueError(
+                f"control.host = {self.host!r} lets other machines ask: set control.token_file to a file with a token "
+                "(`openssl rand -hex 32`, chmod 600)"
+            )
+        return self
 
 
 class SamplingSettings(Section):

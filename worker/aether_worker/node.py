@@ -22,6 +22,7 @@ from aether_common.errors import AetherError, AuthorizationError, BusError, Conf
 from aether_common.files import FileLock
 from aether_common.identity import ModelIdentity, compute_identity, resolve_model
 from aether_common.names import Names
+from aether_common.tls import Tls
 from aether_common.wire import PROTOCOL, PROTOCOL_MIN, Reason, Registration
 from loguru import logger
 
@@ -119,7 +120,7 @@ async def connect(settings: WorkerSettings, seed: str) -> Bus:
     """Try until connected. Raises `AuthorizationError` when the key is refused."""
     attempt = 0
     while True:
-        bus = Bus(settings.url, seed, Names(settings.run).inbox(settings.name), settings.name, settings.ca_file)
+        bus = bus_of(settings, seed)
         try:
             await bus.connect()
             return bus
@@ -132,6 +133,13 @@ async def connect(settings: WorkerSettings, seed: str) -> Bus:
                 logger.warning("{}: trying again", error)
             attempt += 1
             await asyncio.sleep(random.uniform(*CONNECT_RETRY_S))
+
+
+def bus_of(settings: WorkerSettings, seed: str) -> Bus:
+    """The worker's connection, not connected yet. Raises `ConfigError` for unusable certificate files."""
+    tls = Tls(settings.tls.ca_file, settings.tls.certificate, settings.tls.private_key)
+    headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
+    return Bus(settings.url, seed, Names(settings.run).inbox(settings.name), settings.name, tls, headers)
 
 
 def identity_of(settings: WorkerSettings) -> ModelIdentity:

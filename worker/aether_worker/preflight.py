@@ -6,11 +6,10 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from aether_common.bus import Bus, read_seed
+from aether_common.bus import read_seed
 from aether_common.errors import AetherError, ConfigError
-from aether_common.names import Names
 
-from aether_worker.node import identity_of
+from aether_worker.node import bus_of, identity_of
 from aether_worker.settings import WorkerSettings, prepare_state_dir
 
 MIN_FREE_MIB = 512
@@ -107,8 +106,7 @@ async def _state_dir(settings: WorkerSettings) -> str:
 
 
 async def _connection(settings: WorkerSettings) -> str:
-    seed = read_seed(settings.key_file)
-    bus = Bus(settings.url, seed, Names(settings.run).inbox(settings.name), settings.name, settings.ca_file)
+    bus = bus_of(settings, read_seed(settings.key_file))
     try:
         await bus.connect()
     finally:

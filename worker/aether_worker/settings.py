@@ -1,5 +1,6 @@
 """Settings of a worker (`worker.toml`)."""
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from aether_common.errors import ConfigError
 from aether_common.identity import check_revision, is_local
 from aether_common.names import Names, check_token
 from aether_common.settings import Section, Settings
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM accepts as `--max-lora-rank`."""
@@ -67,6 +68,10 @@ def refused_flag(argument: str) -> str | None:
     if len(flag) > 4 and flag.startswith("--"):
         return next((refused for refused in REFUSED_VLLM_FLAGS if refused.startswith(flag)), None)
     return None
+
+
+OWN_HEADERS = {"host", "connection", "upgrade", "content-length", "transfer-encoding"}
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 def _plain(check: Callable[[], str]) -> str:
@@ -135,6 +140,23 @@ class NullSettings(Section):
     """Rate of one job; None answers at once."""
 
 
+class TlsSettings(Section):
+    """Certificates for a `wss://` url; the host's name is always verified."""
+
+    ca_file: Path | None = None
+    """PEM certificate of the authority that the server's certificate must come from; unset: the system's."""
+    certificate: Path | None = None
+    """PEM certificate that this worker shows, where the server or a proxy demands one."""
+    private_key: Path | None = None
+    """PEM key of `certificate`, without a password."""
+
+    @model_validator(mode="after")
+    def _pair(self) -> Self:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("certificate and private_key belong together: set both or neither")
+        return self
+
+
 class WorkerSettings(Settings):
     """`worker.toml`: one node."""
 
@@ -148,8 +170,6 @@ class WorkerSettings(Settings):
     """`wss://` URL of the run's nats-server (`ws://` to loopback only)."""
     key_file: Path
     """nkey seed that `aether-coordinator worker add` wrote."""
-    ca_file: Path | None = None
-    """Certificate authority for `wss://`; unset: the system's."""
     model: str
     """Base model: hub repository or local directory."""
     revision: str | None = None
@@ -175,6 +195,9 @@ class WorkerSettings(Settings):
     transformers: TransformersSettings = TransformersSettings()
     vllm: VllmSettings = VllmSettings()
     null: NullSettings = NullSettings()
+    tls: TlsSettings = TlsSettings()
+    headers: dict[str, SecretStr] = {}
+    """Headers of the request that opens the WebSocket, for a proxy in front of the server. Values are not logged."""
     log_level: Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe messages that are logged."""
 
@@ -198,10 +221,32 @@ class WorkerSettings(Settings):
     def _url(cls, value: str) -> str:
         return check_url(value, WORKER_SCHEMES)
 
+    @field_validator("headers", mode="before")
+    @classmethod
+    def _headers(cls, value: object) -> object:
+        """Without the values in any message: they are secrets."""
+        if not isinstance(value, dict):
+            raise ValueError('write a table: [headers], then lines like X-Token = "…"')
+        for name, content in value.items():
+            if not _HEADER.fullmatch(str(name)):
+                raise ValueError(f"{name!r} is no name of an HTTP header")
+            if str(name).lower() in OWN_HEADERS or str(name).lower().startswith("sec-websocket-"):
+                raise ValueError(f"{name} belongs to the WebSocket itself: remove it")
+            text = content.get_secret_value() if isinstance(content, SecretStr) else content
+            if not isinstance(text, str) or not text.isprintable() or not text.isascii():
+                raise ValueError(f"the value of {name} must be a string of printable ASCII characters")
+        return value
+
     @field_validator("revision")
     @classmethod
     def _revision(cls, value: str | None) -> str | None:
         return value if value is None else check_revision(value)
+
+    @model_validator(mode="after")
+    def _tls(self) -> Self:
+        if self.url.startswith("ws://") and self.tls != TlsSettings():
+            raise ValueError(f"[tls] has no effect on url = {self.url!r}: use wss://, or remove the table")
+        return self
 
     @model_validator(mode="after")
     def _pinned(self) -> Self:
