@@ -48,12 +48,27 @@ class Progress(_Line):
     share: float
 
 
+class Mismatch(_Line):
+    """How far the sampler's logprobs of an episode are from the trainer's, over its tokens with a gradient.
+
+    The k3 estimate of KL(sampler ‖ trainer) per token (Schulman 2020): (r - 1) - log r, r = p_trainer / p_sampler.
+    """
+
+    lag: int
+    """Steps that the trainer's policy is ahead of the sampler's: only equal ones compare."""
+    tokens: int
+    total: float
+    """Sum of k3 over the tokens."""
+    largest: float
+
+
 class CheckpointWritten(_Line):
-    """From the trainer: checkpoint `step` is complete; metrics of the step."""
+    """From the trainer: checkpoint `step` is complete; metrics of the step, mismatch by episode."""
 
     type: Literal["checkpoint"] = "checkpoint"
     step: int
     metrics: dict[str, float] = {}
+    mismatch: dict[str, Mismatch] = {}
 
 
 class Failed(_Line):

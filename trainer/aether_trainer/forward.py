@@ -33,6 +33,9 @@ class Row:
     advantages: list[float]
     """S advantages."""
     temperature: float
+    episode: str = ""
+    version: int = 0
+    """Policy version that it was sampled from."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -70,6 +73,8 @@ def unpack(sample: Sample) -> Row | None:
         logprobs=[logprobs[position] for position in positions],
         advantages=[advantages[position] for position in positions],
         temperature=sample.temperature,
+        episode=sample.episode,
+        version=sample.version,
     )
 
 

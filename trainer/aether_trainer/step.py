@@ -1,5 +1,6 @@
 """One optimizer step: all micro-batches of a batch, then one clipped AdamW update, or none."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -9,15 +10,18 @@ from dataclasses import dataclass, field
 import torch
 from aether_common.batch import Sample
 from aether_common.errors import TrainerError
+from aether_common.pipe import Mismatch
 from loguru import logger
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-from aether_trainer.forward import MicroBatch, plan, sampled_logprobs, unpack
+from aether_trainer.forward import MicroBatch, Row, plan, sampled_logprobs, unpack
 from aether_trainer.loss import policy_gradient_loss
 from aether_trainer.policy import Policy
 from aether_trainer.settings import OptimizerSettings, TrainerSettings
+
+K3_CAP = 1e6
 
 
 @dataclass(slots=True)
@@ -43,6 +47,8 @@ class StepResult:
     metrics: dict[str, float]
     skipped: bool
     """Loss or gradient norm was not finite, and weights and optimizer are as before."""
+    mismatch: dict[str, Mismatch]
+    """By episode; those without a gradient are missing."""
 
 
 def learning_rate(optimizer: OptimizerSettings, updates: int) -> float:
@@ -56,11 +62,12 @@ def train_step(
     samples: Sequence[Sample],
     settings: TrainerSettings,
     *,
+    step: int,
     updates: int,
     phases: Phases,
     progress: Callable[[float], None],
 ) -> StepResult:
-    """Train on `samples` once. `progress` gets the share of the tokens that is done.
+    """Train on `samples` once, as step number `step`. `progress` gets the share of the tokens that is done.
 
     Metrics are over the batch, but entropy, kl and clip_fraction are over the tokens with a gradient, because
     rows without an advantage are not computed. Raises `TrainerError` when the GPU's memory does not suffice.
@@ -74,10 +81,13 @@ def train_step(
         weight.grad = torch.zeros_like(weight)
 
     sums: dict[str, float] = dict.fromkeys(("loss", "entropy", "kl", "clip_fraction", "tokens_trained"), 0.0)
+    mismatch: dict[str, Mismatch] = {}
     done, total = 0, sum(micro_batch.cost for micro_batch in micro_batches)
     for micro_batch in micro_batches:
-        for name, value in _accumulate(policy, micro_batch, settings, sampled, phases).items():
+        stats, k3_m = _accumulate(policy, micro_batch, settings, sampled, phases)
+        for name, value in stats.items():
             sums[name] += value
+        add_mismatch(mismatch, micro_batch.rows, k3_m.tolist(), step)
         done += micro_batch.cost
         progress(done / total)
 
@@ -109,13 +119,13 @@ def train_step(
     if trained:
         metrics |= {name: sums[name] / trained for name in ("entropy", "kl", "clip_fraction")}
     # JSON has no NaN.
-    return StepResult({name: value for name, value in metrics.items() if math.isfinite(value)}, skipped)
+    return StepResult({name: value for name, value in metrics.items() if math.isfinite(value)}, skipped, mismatch)
 
 
 def _accumulate(
     policy: Policy, micro_batch: MicroBatch, settings: TrainerSettings, sampled: int, phases: Phases
-) -> dict[str, float]:
-    """Add the gradient of one micro-batch; returns its sums."""
+) -> tuple[dict[str, float], Tensor]:
+    """Add the gradient of one micro-batch; returns its sums, and the k3 of its tokens (row after row)."""
 
     def flat(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=policy.model.device)
@@ -123,9 +133,10 @@ def _accumulate(
     try:
         with phases("forward"):
             logprobs_m, entropies_m = sampled_logprobs(policy.model, micro_batch)
+            sampling_m = flat([logprob for row in micro_batch.rows for logprob in row.logprobs])
             loss, stats = policy_gradient_loss(
                 logprobs_m,
-                flat([logprob for row in micro_batch.rows for logprob in row.logprobs]),
+                sampling_m,
                 flat([advantage for row in micro_batch.rows for advantage in row.advantages]),
                 torch.ones_like(logprobs_m, dtype=torch.bool),
                 normaliser=sampled,
@@ -139,10 +150,27 @@ def _accumulate(
             f"the GPU's memory does not suffice for {micro_batch.cost} tokens at once "
             f"(compute.micro_batch_tokens = {settings.compute.micro_batch_tokens}): lower it"
         ) from error
-    return {
+    sums = {
         "loss": float(loss.detach()),
         "entropy": float(entropies_m.sum()),
         "kl": float(stats.kl),
         "clip_fraction": float(stats.clipped),
         "tokens_trained": float(stats.tokens),
     }
+    log_ratio_m = logprobs_m.detach() - sampling_m
+    return sums, torch.expm1(log_ratio_m) - log_ratio_m
+
+
+def add_mismatch(mismatch: dict[str, Mismatch], rows: Sequence[Row], k3_m: Sequence[float], step: int) -> None:
+    """Add the k3 of each row's tokens to its episode. A value beyond any sense is capped: JSON has no infinity."""
+    values = iter(k3_m)
+    for row in rows:
+        own = itertools.islice(values, len(row.positions))
+        k3 = [min(value, K3_CAP) if math.isfinite(value) else K3_CAP for value in own]
+        known = mismatch.get(row.episode)
+        mismatch[row.episode] = Mismatch(
+            lag=step - 1 - row.version,
+            tokens=len(k3) + (known.tokens if known else 0),
+            total=sum(k3) + (known.total if known else 0.0),
+            largest=max(*k3, known.largest if known else 0.0, 0.0),
+        )

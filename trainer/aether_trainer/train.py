@@ -65,6 +65,7 @@ def train(settings: TrainerSettings, run_root: Path, run: str, renderer: str, li
                 optimizer,
                 batch.samples,
                 settings,
+                step=step,
                 updates=updates,
                 phases=phases,
                 progress=_reporter(link, step),
@@ -94,7 +95,7 @@ def train(settings: TrainerSettings, run_root: Path, run: str, renderer: str, li
                 f"reward {metrics['reward']:.3f}, {metrics['tokens_trained']:.0f} of {metrics['tokens_sampled']:.0f} "
                 f"sampled tokens trained, {sum(phases.seconds.values()):.1f} s, adapter {manifest.adapter[:12]}"
             )
-        link.send(CheckpointWritten(step=step, metrics=metrics))
+        link.send(CheckpointWritten(step=step, metrics=metrics, mismatch=result.mismatch))
         if skipped >= MAX_SKIPPED:
             raise TrainerError(
                 f"the loss or its gradient was not finite in {skipped} steps in a row (up to step {step}): look for "

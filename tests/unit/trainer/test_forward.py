@@ -87,7 +87,7 @@ def test_entropy_is_that_of_the_distribution_at_the_temperature(policy: Policy, 
 
 def gradient_of_step(policy: Policy, samples: list[Sample], settings: TrainerSettings) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(policy.weights.values(), lr=0.0)
-    train_step(policy, optimizer, samples, settings, updates=0, phases=Phases(), progress=lambda share: None)
+    train_step(policy, optimizer, samples, settings, step=1, updates=0, phases=Phases(), progress=lambda share: None)
     gradients = {name: weight.grad for name, weight in policy.weights.items()}
     return {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
 
@@ -118,7 +118,7 @@ def test_a_step_equals_the_loss_computed_naively(
     optimizer = torch.optim.AdamW(policy.weights.values(), lr=0.0)
     settings = make_settings(optimizer={"learning_rate": 0.0})
     shares: list[float] = []
-    result = train_step(policy, optimizer, samples, settings, updates=0, phases=Phases(), progress=shares.append)
+    result = train_step(policy, optimizer, samples, settings, step=1, updates=0, phases=Phases(), progress=shares.append)
     expected, divergence, count = 0.0, 0.0, 0
     for row in (row for sample in samples if (row := unpack(sample))):
         for ours, theirs, advantage in zip(
@@ -132,3 +132,8 @@ def test_a_step_equals_the_loss_computed_naively(
     assert result.metrics["loss"] == pytest.approx(expected / count, abs=1e-5)
     assert result.metrics["kl"] == pytest.approx(divergence / count, abs=1e-5)
     assert shares == sorted(shares) and shares[-1] == 1.0
+    # By episode (here all are one); step 1 trains from version 0.
+    (mismatch,) = result.mismatch.values()
+    assert (mismatch.lag, mismatch.tokens) == (0, count)
+    assert mismatch.total == pytest.approx(divergence, abs=1e-5)
+    assert 0 < mismatch.largest < mismatch.total
