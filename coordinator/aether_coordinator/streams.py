@@ -1,30 +1,28 @@
 """What the run keeps in JetStream: declared by the coordinator alone, and again after a loss."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from aether_common.bus import Bus
-from aether_common.errors import BusError
+from aether_common.errors import BusError, ConfigError
 from aether_common.names import Names
+from loguru import logger
 from nats.errors import Error
 from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DiscardPolicy,
-    KeyValueConfig,
-    ObjectStoreConfig,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
-from nats.js.errors import NotFoundError
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, NotFoundError
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
+from aether_coordinator.drift import drift, plain, refuse_to_lose, with_operators_choice
+
 REPLIES_CONSUMER = "coordinator"
 MAX_MESSAGE = 4 << 20
+POLICIES_BYTES = 32 << 20
 UUID = "aether-run-uuid"
+API_S = 10.0
+NO_STORAGE = 10047
 
 
 class Streams:
@@ -39,48 +37,143 @@ class Streams:
         self._max_age_s = max_age_s
         self._lease_s = lease_s
         self._storage = storage
-        self.js: JetStreamContext = bus.client.jetstream(timeout=10)
+        self.js: JetStreamContext = bus.client.jetstream(timeout=API_S)
         self.policies: KeyValue
         self.artifacts: ObjectStore
 
     async def declare(self) -> None:
-        """Create what is missing and correct what differs. Raises `BusError` for another run's streams."""
+        """Create what is missing and correct what differs.
+
+        Raises `BusError` for another run's streams, `ConfigError` for limits below what is stored.
+        """
         try:
-            names = self._names
-            await self._stream(
-                StreamConfig(
-                    name=names.jobs,
-                    description=f"Turns to generate of run {names.run}, one lane per worker",
-                    subjects=[names.all_jobs],
-                    max_bytes=self._storage // 8,
-                    allow_direct=True,
-                    **self._common(),
-                )
-            )
-            await self._stream(
-                StreamConfig(
-                    name=names.replies,
-                    description=f"What became of the jobs of run {names.run}",
-                    subjects=[names.all_replies],
-                    max_bytes=self._storage // 4,
-                    **self._common(),
-                )
-            )
+            for config in self._configs():
+                await self._stream(config)
             await self._replies_consumer()
-            self.policies = await self._bucket()
-            self.artifacts = await self._object_store()
+            self.policies = await self.js.key_value(self._names.policies)
+            self.artifacts = await self.js.object_store(self._names.artifacts)
+        except APIError as error:
+            if error.err_code == NO_STORAGE:
+                raise ConfigError(
+                    f"nats-server has less storage than the streams of run {self._names.run} are promised "
+                    f"(nats.max_storage_mib = {self._storage >> 20}; an external server: max_file in its configuration): "
+                    "raise it; to shrink it, stop the run and delete the server's jetstream directory: what the run "
+                    "needs is put there again"
+                ) from error
+            raise self._refused("streams", error) from error
         except Error as error:
-            raise BusError(f"JetStream refuses the streams of run {self._names.run}: {error}") from error
+            raise self._refused("streams", error) from error
+
+    def _refused(self, what: str, error: Error) -> BusError:
+        return BusError(f"JetStream refuses the {what} of run {self._names.run}: {error or type(error).__name__}")
+
+    def _configs(self) -> list[StreamConfig]:
+        """Bucket and object store are streams in a shape that every client knows."""
+        names, run = self._names, self._names.run
+        common: dict[str, Any] = {
+            "storage": StorageType.FILE,
+            # The default, old, silently drops confirmed jobs of a work queue that is full.
+            "discard": DiscardPolicy.NEW,
+            "metadata": self._metadata,
+        }
+        queue: dict[str, Any] = {
+            "retention": RetentionPolicy.WORK_QUEUE,
+            "max_age": self._max_age_s,
+            "max_msg_size": MAX_MESSAGE,
+            **common,
+        }
+        bucket: dict[str, Any] = {"retention": RetentionPolicy.LIMITS, "allow_rollup_hdrs": True, **common}
+        return [
+            StreamConfig(
+                name=names.jobs,
+                description=f"Turns to generate of run {run}, one lane per worker",
+                subjects=[names.all_jobs],
+                max_bytes=self._storage // 8,
+                allow_direct=True,
+                **queue,
+            ),
+            StreamConfig(
+                name=names.replies,
+                description=f"What became of the jobs of run {run}",
+                subjects=[names.all_replies],
+                max_bytes=self._storage // 4,
+                **queue,
+            ),
+            StreamConfig(
+                name=f"KV_{names.policies}",
+                description=f"Policies of run {run}: version to manifest",
+                subjects=[f"$KV.{names.policies}.>"],
+                max_bytes=POLICIES_BYTES,
+                max_msgs_per_subject=1,
+                deny_delete=True,
+                allow_msg_ttl=True,
+                **bucket,
+            ),
+            StreamConfig(
+                name=names.artifacts_stream,
+                description=f"Adapters of run {run}: objects named by their SHA-256",
+                subjects=[f"$O.{names.artifacts}.C.>", f"$O.{names.artifacts}.M.>"],
+                max_bytes=self._storage // 2,
+                allow_direct=True,
+                **bucket,
+            ),
+        ]
+
+    async def _api(self, subject: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A request to JetStream, answered as it is: its fields, known to the client or not."""
+        payload = b"" if body is None else json.dumps(body).encode()
+        answer = json.loads((await self._bus.client.request(f"$JS.API.{subject}", payload, timeout=API_S)).data)
+        if "error" in answer:
+            raise APIError.from_error(answer["error"])
+        return answer
+
+    async def _stream(self, config: StreamConfig) -> None:
+        wanted = plain(config)
+        name = wanted["name"]
+        try:
+            found = await self._api(f"STREAM.INFO.{name}")
+        except NotFoundError:
+            await self._api(f"STREAM.CREATE.{name}", wanted)
+            return
+        self._check_owner(name, found["config"].get("metadata"))
+        if changed := drift(found["config"], wanted):
+            refuse_to_lose(name, changed, found["state"])
+            for field, (old, new) in changed.items():
+                logger.warning("stream {}: {} was {!r}, corrected to {!r}", name, field, old, new)
+            await self._api(f"STREAM.UPDATE.{name}", with_operators_choice(found["config"], wanted))
+
+    async def _consumer(self, stream: str, config: ConsumerConfig) -> None:
+        wanted = plain(config)
+        name = wanted["durable_name"]
+        try:
+            found = (await self._api(f"CONSUMER.INFO.{stream}.{name}"))["config"]
+        except NotFoundError:
+            await self.js.add_consumer(stream, config)
+            return
+        changed = drift(found, wanted)
+        for field, (old, new) in changed.items():
+            # A worker that comes back with other slots has another window.
+            level = "DEBUG" if field == "max_ack_pending" else "WARNING"
+            logger.log(level, "consumer {} of {}: {} was {!r}, corrected to {!r}", name, stream, field, old, new)
+        if changed:
+            try:
+                await self.js.add_consumer(stream, config)
+            except APIError:
+                # What cannot be changed is made anew: what it had delivered is delivered again.
+                await self.js.delete_consumer(stream, name)
+                await self.js.add_consumer(stream, config)
 
     async def _replies_consumer(self) -> None:
-        await self.js.add_consumer(
+        await self._consumer(
             self._names.replies,
             ConsumerConfig(
                 durable_name=REPLIES_CONSUMER,
+                description="The reply intake of the coordinator",
                 ack_policy=AckPolicy.EXPLICIT,
                 ack_wait=60,
                 max_deliver=-1,
                 max_ack_pending=4096,
+                max_waiting=16,
             ),
         )
 
@@ -93,28 +186,7 @@ class Streams:
             await self.js.delete_consumer(self._names.replies, REPLIES_CONSUMER)
             await self._replies_consumer()
         except Error as error:
-            raise BusError(f"JetStream refuses the replies of run {self._names.run}: {error}") from error
-
-    def _common(self) -> dict[str, Any]:
-        return {
-            "retention": RetentionPolicy.WORK_QUEUE,
-            "storage": StorageType.FILE,
-            # The default, old, silently drops confirmed jobs of a work queue that is full.
-            "discard": DiscardPolicy.NEW,
-            "max_age": self._max_age_s,
-            "max_msg_size": MAX_MESSAGE,
-            "metadata": self._metadata,
-        }
-
-    async def _stream(self, config: StreamConfig) -> None:
-        assert config.name is not None
-        try:
-            found = await self.js.stream_info(config.name)
-        except NotFoundError:
-            await self.js.add_stream(config)
-            return
-        self._check_owner(config.name, found.config.metadata)
-        await self.js.update_stream(config)
+            raise self._refused("replies", error) from error
 
     def _check_owner(self, name: str, metadata: Mapping[str, str] | None) -> None:
         owner = (metadata or {}).get(UUID)
@@ -123,44 +195,6 @@ class Streams:
                 f"stream {name} belongs to another run (uuid {owner}, ours is {self._metadata[UUID]}): "
                 "give this run another name, or delete that run's streams if it is over"
             )
-
-    async def _bucket(self) -> KeyValue:
-        name = self._names.policies
-        try:
-            found = await self.js.stream_info(f"KV_{name}")
-            self._check_owner(name, found.config.metadata)
-            return await self.js.key_value(name)
-        except NotFoundError:
-            config = KeyValueConfig(
-                bucket=name,
-                description=f"Policies of run {self._names.run}: version to manifest",
-                storage=StorageType.FILE,
-                max_bytes=32 << 20,
-            )
-            bucket = await self.js.create_key_value(config)
-            await self._mark(f"KV_{name}")
-            return bucket
-
-    async def _object_store(self) -> ObjectStore:
-        name = self._names.artifacts
-        try:
-            found = await self.js.stream_info(f"OBJ_{name}")
-            self._check_owner(name, found.config.metadata)
-            return await self.js.object_store(name)
-        except NotFoundError:
-            config = ObjectStoreConfig(
-                bucket=name,
-                description=f"Adapters of run {self._names.run}: objects named by their SHA-256",
-                storage=StorageType.FILE,
-                max_bytes=self._storage // 2,
-            )
-            store = await self.js.create_object_store(name, config=config)
-            await self._mark(f"OBJ_{name}")
-            return store
-
-    async def _mark(self, stream: str) -> None:
-        info = await self.js.stream_info(stream)
-        await self.js.update_stream(info.config.evolve(metadata=self._metadata))
 
     @property
     def streams(self) -> tuple[str, str, str, str]:
@@ -188,7 +222,7 @@ class Streams:
 
     async def declare_lane(self, worker: str, window: int) -> None:
         """The durable consumer of a worker: its own lane, at most `window` unacknowledged jobs."""
-        await self.js.add_consumer(
+        await self._consumer(
             self._names.jobs,
             ConsumerConfig(
                 durable_name=self._names.consumer(worker),
