@@ -23,6 +23,9 @@ Kind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
+Short = Annotated[str, Field(max_length=64)]
+MAX_WINDOW = 4096
+"""Jobs that one worker may hold: one that claims more would draw all work to itself."""
 
 
 class Message(BaseModel):
@@ -140,7 +143,7 @@ class Reply(Message):
     job: Token
     dispatch: int = Field(ge=0)
     worker: Token
-    incarnation: str
+    incarnation: Short
     kind: ReplyKind
     key: str = ""
     seed: int = 0
@@ -155,24 +158,24 @@ class Reply(Message):
     """From the delivery of the job to the start of generation (adapter load included)."""
     generate_ms: float = 0.0
     reason: Reason | None = None
-    message: str = ""
+    message: str = Field(default="", max_length=4096)
 
 
 class Registration(Message):
     """A worker introduces itself; the newest incarnation of a name wins."""
 
     worker: Token
-    incarnation: str
+    incarnation: Short
     protocol_min: int
     protocol_max: int
-    engine: str
+    engine: Short
     slots: int = Field(ge=1)
     """Jobs that generate at the same time."""
     window: int = Field(ge=1)
     """Jobs that may be outstanding: slots and prefetch."""
     identity: ModelIdentity
     max_model_len: int = Field(ge=1)
-    versions: dict[str, str] = {}
+    versions: dict[Short, Short] = Field(default={}, max_length=32)
     """Package versions, for people."""
 
 
@@ -190,10 +193,10 @@ class Heartbeat(Message):
     """The state of a worker, a request whose answer is the desired state."""
 
     worker: Token
-    incarnation: str
-    running: dict[str, int] = {}
+    incarnation: Short
+    running: dict[Token, int] = Field(default={}, max_length=2 * MAX_WINDOW)
     """Generated tokens by job id, of every job that the worker holds."""
-    adapters: list[str] = []
+    adapters: list[Digest] = Field(default=[], max_length=1024)
     """Digests of the adapters that are loaded in the engine."""
     engine_ready: bool = True
     draining: bool = False
@@ -207,7 +210,7 @@ class Poll(Message):
     """Asks for news after `revision`; held by the coordinator until there is some."""
 
     worker: Token
-    incarnation: str
+    incarnation: Short
     revision: int
 
 

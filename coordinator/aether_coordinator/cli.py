@@ -4,8 +4,11 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from aether_common.errors import AetherError, ConfigError
@@ -15,14 +18,20 @@ from aether_common.logs import configure
 from aether_coordinator.settings import ServerSettings
 from aether_coordinator.status import RunStatus
 
+if TYPE_CHECKING:
+    from aether_coordinator.keys import Change, Keys
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 worker_app = typer.Typer(no_args_is_help=True, help="Credentials of workers.")
 app.add_typer(worker_app, name="worker")
+nats_app = typer.Typer(no_args_is_help=True, help="A nats-server on this host that runs on its own.")
+app.add_typer(nats_app, name="nats")
 
 Config = Annotated[Path, typer.Argument(help="The run's server.toml.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: key.path=value.")]
 ConfigOrRoot = Annotated[Path, typer.Argument(help="server.toml, or the run directory.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")]
+SERVER = Path("server.toml")
 
 
 @app.command()
@@ -152,21 +161,167 @@ def export_batch(
         write_durably(output, text.encode())
 
 
+Name = Annotated[str, typer.Argument(help="Name of the worker.")]
+RunConfig = Annotated[Path, typer.Option("--config", help="The run's server.toml.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def keys_of(config: Path, overrides: list[str] | None) -> "Keys":
+    from aether_coordinator.keys import Keys
+
+    keys = Keys(ServerSettings.load(config, overrides))
+    keys.remove_expired()
+    return keys
+
+
+def say(change: "Change") -> None:
+    """The lines for worker.toml to stdout, so that they can be sent to a file; the rest to stderr."""
+    for line in change.lines:
+        typer.echo(line)
+    for note in change.notes:
+        typer.echo(f"# {note}", err=True)
+
+
 @worker_app.command("add")
-def worker_add(
-    name: Annotated[str, typer.Argument(help="Name of the worker.")],
-    config: Annotated[Path, typer.Option(help="The run's server.toml.")] = Path("server.toml"),
+def worker_add(name: Name, config: RunConfig = SERVER, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Make a worker's key and print the lines for its worker.toml."""
+    say(keys_of(config, overrides).add(name))
+
+
+@worker_app.command("rotate")
+def worker_rotate(
+    name: Name,
+    config: RunConfig = SERVER,
+    overlap: Annotated[float, typer.Option(min=0, help="Minutes for which the old key stays good.")] = 60.0,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Make a worker's key and print the lines for its worker.toml."""
-    from aether_coordinator.keys import add_worker_key
+    """Make a worker another key and print the lines for its worker.toml."""
+    say(keys_of(config, overrides).rotate(name, timedelta(minutes=overlap)))
 
-    settings = ServerSettings.load(config, overrides)
-    seed_file, url, told = add_worker_key(settings, name)
-    typer.echo(f'name = "{name}"\nrun = "{settings.run}"\nurl = "{url}"\nkey_file = "{seed_file}"')
-    if not told:
-        typer.echo("# no nats-server of this run is running; the key is good from its next start", err=True)
+
+@worker_app.command("revoke")
+def worker_revoke(name: Name, config: RunConfig = SERVER, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Cut a worker off for good: its key ends, its jobs go to others."""
+    say(keys_of(config, overrides).revoke(name))
+    typer.echo(f"worker {name} is revoked; it can come back with a new key: aether-coordinator worker add {name}")
+
+
+@worker_app.command("release")
+def worker_release(name: Name, config: RunConfig = SERVER, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Let a quarantined worker work again."""
+    keys_of(config, overrides).release(name)
+    typer.echo(f"worker {name} gets jobs again")
+
+
+@worker_app.command("list")
+def worker_list(
+    config: RunConfig = SERVER, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Show every worker: state, key, versions, and why one gets no jobs."""
+    from aether_coordinator.roster import roster, table
+
+    found = roster(keys_of(config, overrides))
+    typer.echo(json.dumps([asdict(entry) for entry in found.entries], indent=2) if as_json else table(found.entries))
+    if found.note:
+        typer.echo(f"# {found.note}", err=True)
+
+
+@app.command()
+def events(
+    config: ConfigOrRoot = SERVER,
+    last: Annotated[int, typer.Option(min=0, help="Only so many newest events; 0: all.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens next, until Ctrl-C.")] = False,
+    worker: Annotated[str | None, typer.Option(help="Only events of this worker.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show who joined, left, was refused, revoked or quarantined, and why."""
+    from aether_coordinator.events import event_line, read_events
+
+    root = config if config.is_dir() else ServerSettings.load(config).run_root
+
+    def show(entry: dict[str, Any]) -> None:
+        if worker is None or entry.get("worker") == worker:
+            typer.echo(json.dumps(entry) if as_json else event_line(entry))
+
+    kept, following = read_events(root)
+    kept = [entry for entry in kept if worker is None or entry.get("worker") == worker]
+    for entry in kept[-last:] if last else kept:
+        show(entry)
+    with suppress(KeyboardInterrupt):
+        for entry in following if follow else ():
+            show(entry)
+
+
+HostFiles = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of nats-server's files.")]
+
+
+@nats_app.command("init")
+def nats_init(
+    directory: HostFiles,
+    run: Annotated[str, typer.Option("--run", help="Name of the run, as in server.toml.")],
+    host: Annotated[
+        list[str] | None, typer.Option("--host", help="Name or address that workers dial; repeat it for more.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port for the coordinator, on loopback.")] = 4222,
+    websocket_port: Annotated[int, typer.Option(min=1, max=65535, help="Port for workers.")] = 8443,
+    monitor_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of health and figures, loopback.")] = 8222,
+    listen: Annotated[
+        str | None, typer.Option(help="Address for workers; default 0.0.0.0 with TLS, 127.0.0.1 without.")
+    ] = None,
+    self_signed: Annotated[bool, typer.Option("--self-signed", help="Make a private authority, certificate.")] = False,
+    certificate: Annotated[Path | None, typer.Option(help="PEM certificate chain of this host.")] = None,
+    private_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
+    client_ca: Annotated[Path | None, typer.Option(help="Demand client certificates of this authority.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there, keys included.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write what a nats-server needs to carry a run: configuration, keys, certificates."""
+    from aether_coordinator.host import write_host
+
+    server = write_host(
+        directory,
+        run,
+        hosts=host or [],
+        port=port,
+        websocket_port=websocket_port,
+        monitor_port=monitor_port,
+        listen=listen,
+        self_signed=self_signed,
+        certificate=certificate,
+        private_key=private_key,
+        client_ca=client_ca,
+        force=force,
+    )
+    typer.echo(server.next_steps())
+
+
+@nats_app.command("renew")
+def nats_renew(
+    directory: HostFiles,
+    host: Annotated[list[str] | None, typer.Option("--host", help="Other names than before; repeat it.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Make the server's certificate again, from the same private authority; workers need nothing new."""
+    from aether_coordinator.host import renew
+
+    server = renew(directory, host or [])
+    typer.echo(
+        f"{server.directory / 'server.pem'} is new" + ("" if server.reload() else "; nats-server is not running")
+    )
+
+
+@nats_app.command("reload")
+def nats_reload(
+    config: Annotated[Path, typer.Option("--config", help="The run's server.toml.")] = SERVER,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Let the run's nats-server read its files again, for example new certificates."""
+    from aether_coordinator.host import reload
+
+    typer.echo(reload(ServerSettings.load(config, overrides)))
 
 
 @app.command()
@@ -180,6 +335,7 @@ def demo(
     revision: Annotated[str | None, typer.Option(help="Full commit of a hub repository.")] = None,
     engine: Annotated[str, typer.Option(help="transformers (CPU) or vllm.")] = "transformers",
     vllm_python: Annotated[Path | None, typer.Option(help="Interpreter of the environment that has vLLM.")] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Connect the workers by TLS, with a private authority.")] = False,
 ) -> None:
     """Watch a small language model learn: the whole system on this machine, in minutes."""
     from aether_coordinator.demo import run_demo
@@ -195,6 +351,7 @@ def demo(
             revision=revision,
             engine=engine,
             worker_python=vllm_python,
+            tls=tls,
         )
     )
 

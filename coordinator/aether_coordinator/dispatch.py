@@ -156,7 +156,7 @@ class Dispatcher:
         orphan, aborted = self.orphans.get(turn.job), turn.job in self._aborted
         self.drop_orphan(turn.job)
         holder = self.fleet.workers.get(orphan.worker) if orphan else None
-        if orphan and holder and not holder.lost:
+        if orphan and holder and holder.trusted:
             # Its job is still pending, or its reply on the way: attach.
             turn.worker, turn.dispatch = orphan.worker, orphan.dispatch
             holder.jobs.add(turn.job)
@@ -270,6 +270,7 @@ class Dispatcher:
         """A valid reply is on its way into the ledger: answer the turn, free the worker."""
         turn = self.turns.pop(record.job, None)
         self._free(record.worker, record.job)
+        self.fleet.succeeded(record.worker)
         if turn is not None and not turn.answer.done():
             turn.answer.set_result(record)
         self.pump()
@@ -289,9 +290,11 @@ class Dispatcher:
             "job handed back by {}: {} {}", reply.worker, reply.reason, reply.message
         )
         self.reassign(turn, counted=counted, reason=str(reply.reason))
+        if counted:
+            self.fleet.failed(reply.worker, reply.job, f"{reply.reason} {reply.message}")
 
     def lost(self, worker: Worker, jobs: list[str]) -> None:
-        """A worker is dead or was superseded: its jobs go to others."""
+        """A worker is dead, superseded, revoked or quarantined: its jobs go to others; only death counts."""
         for job in jobs:
             if (turn := self.turns.get(job)) is not None and turn.worker == worker.name:
                 self.reassign(turn, counted=worker.lost, reason=f"worker {worker.name} lost")

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from aether_coordinator.dispatch import Dispatcher, PromptTooLong, Turn, TurnFailed
 from aether_coordinator.journal import Claims, request_digest
 from aether_coordinator.ledger import Ledger
-from aether_coordinator.loopback import check_local, check_secret, refuse, serve_loopback
+from aether_coordinator.loopback import guard, refuse, serve_http
 from aether_coordinator.records import EpisodeRecord, GroupRecord, TurnRecord
 from aether_coordinator.settings import SourceSettings
 from aether_coordinator.status import Counters
@@ -82,6 +82,7 @@ class Gateway:
         turn_deadline_s: float,
         stop_token_ids: frozenset[int],
         vocab_size: int,
+        on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._ledger = ledger
         self._dispatcher = dispatcher
@@ -92,6 +93,7 @@ class Gateway:
         self._turn_deadline_s = turn_deadline_s
         self._stop_token_ids = stop_token_ids
         self._vocab_size = vocab_size
+        self._on_refused = on_refused
         self._episodes: dict[str, OpenEpisode] = {}
         self._calls = 0
         self.secret = secrets.token_urlsafe(32)
@@ -99,7 +101,7 @@ class Gateway:
 
     async def serve(self, port: int, ready: Callable[[], None]) -> None:
         """Listen on loopback until cancelled."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[guard(self.secret, self._on_refused)])
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
 
@@ -107,14 +109,7 @@ class Gateway:
             self.port = actual
             ready()
 
-        await serve_loopback(app, port, "gateway.port", listening)
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        refused = check_local(request)
-        if refused is None:
-            refused = check_secret(request, self.secret)
-        return refused if refused is not None else await handler(request)
+        await serve_http(app, port, "gateway", listening)
 
     def open(self, episode: OpenEpisode) -> None:
         self._episodes[episode.model] = episode

@@ -20,7 +20,15 @@ def _to_2(ledger: Ledger) -> list[Write]:
     ]
 
 
-MIGRATIONS: dict[int, Callable[[Ledger], list[Write]]] = {2: _to_2}
+def _to_3(ledger: Ledger) -> list[Write]:
+    """Workers are recorded with their package versions and when they were seen; older ones with neither."""
+    return [
+        Write("workers", key, pack({"versions": {}, "seen_s": 0.0, **msgpack.unpackb(value)}))
+        for key, value in ledger.scan("workers")
+    ]
+
+
+MIGRATIONS: dict[int, Callable[[Ledger], list[Write]]] = {2: _to_2, 3: _to_3}
 
 
 def recorded_run(ledger: Ledger) -> dict[str, Any] | None:

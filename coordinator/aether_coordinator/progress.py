@@ -88,7 +88,7 @@ def line(status: RunStatus) -> str:
         f"turns {status.turns_waiting} waiting, {status.turns_running} running",
         f"workers {connected(status)}",
         *(f"{running.source}@{running.version} {running.done}/{running.total}" for running in unfinished(status)),
-        *([status.message] if status.message else []),
+        *(f"waits for {cause}" for cause in status.waits_for),
     ]
     return " | ".join(parts)
 
@@ -112,8 +112,8 @@ def view(status: RunStatus) -> RenderableType:
     rewards = [step.reward for step in status.steps_done]
     head = Text()
     head.append(f"{status.run} ", style="bold").append(f"{status.state}", style=_state_style(status))
-    if status.message:
-        head.append(f"  {status.message}")
+    for cause in status.waits_for:
+        head.append(f"\nwaits for {cause}", style="yellow")
     figures = Table.grid(padding=(0, 3))
     lag = f"{status.steps_done[-1].lag:.1f}" if status.steps_done else "–"
     reward = f"{rewards[-1]:.3f}" if rewards else "–"

@@ -11,7 +11,7 @@ from aether_common.errors import AetherError, RunDirectoryError
 from aether_common.wire import Kind, pack
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised with every change that old records do not fit; see `migrations`."""
 
 
@@ -227,6 +227,10 @@ class WorkerRecord(Record):
     engine: str
     slots: int
     window: int
+    versions: dict[str, str]
+    """Package versions; empty in records of schema 2 and before."""
+    seen_s: float
+    """Unix time at which it registered, left or was lost, whatever came last; 0 in records of schema 2 and before."""
 
 
 def number_key(number: int) -> bytes:

@@ -97,7 +97,7 @@ class ReplyIntake:
                 raise MessageError(f"reply of {reply.worker} for {reply.job} on {message.subject}")
         except MessageError as error:
             self._counters.messages_bad += 1
-            logger.bind(job=job, worker=worker).warning("bad reply dropped: {}", error)
+            self._dispatcher.fleet.events.record("bad_message", f"reply dropped: {error}", worker, warn=True, job=job)
             return None
         self._counters.replies += 1
         record = self._record(job) or self._rebuild(reply)
@@ -107,7 +107,9 @@ class ReplyIntake:
             return None
         if record is None or record.worker != worker or not is_of(reply, record):
             self._counters.replies_refused += 1
-            logger.bind(job=job, worker=worker).info("reply of a superseded dispatch dropped")
+            held = record is not None and record.worker == worker
+            about = "its dispatch is not the recorded one" if held else "the job is not in its hands"
+            self._dispatcher.fleet.refuse_reply(worker, job, about)
             return None
         if reply.kind is not ReplyKind.OK:
             # An attached orphan has no turn yet: forget it, the rerun turn is dispatched anew.
@@ -117,9 +119,10 @@ class ReplyIntake:
             return None
         if problem := check_reply(reply, record):
             self._counters.replies_refused += 1
-            logger.bind(job=job, worker=worker).warning("reply refused: {}", problem)
+            self._dispatcher.fleet.refuse_reply(worker, job, problem)
             if (turn := self._dispatcher.turns.get(job)) is not None:
                 self._dispatcher.reassign(turn, counted=True, reason=problem)
+                self._dispatcher.fleet.failed(worker, job, problem)
             elif self._dispatcher.drop_orphan(job):
                 # The turn that asks for it again must not wait for a job that is over.
                 return await self._ledger.enqueue(Write("dispatches", job.encode(), None))

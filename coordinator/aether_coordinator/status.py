@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+WorkerState = Literal["connected", "draining", "left", "lost", "incompatible", "quarantined", "revoked"]
 RunState = Literal["starting", "running", "paused", "draining", "finished", "failed"]
 
 
@@ -19,7 +20,7 @@ class _Part(BaseModel):
 
 class WorkerStatus(_Part):
     name: str
-    state: Literal["connected", "draining", "lost", "incompatible"]
+    state: WorkerState
     engine: str = ""
     slots: int = 0
     running: int = 0
@@ -29,6 +30,9 @@ class WorkerStatus(_Part):
     last_seen_s: float = 0.0
     """Seconds since the last heartbeat."""
     reason: str = ""
+    """Why it is incompatible, quarantined or revoked."""
+    versions: dict[str, str] = {}
+    """Of its packages, as it says."""
 
 
 class StepStatus(_Part):
@@ -86,8 +90,6 @@ class RunStatus(_Part):
     run: str
     run_uuid: str
     state: RunState
-    message: str = ""
-    """What a starting, draining or failed run is about."""
     step: int = 0
     """Newest complete checkpoint."""
     steps: int = 0

@@ -48,6 +48,12 @@ def waits_for(view: View) -> list[str]:
             else "trainer: it is not ready; see logs/trainer.log"
         )
     usable = [worker for worker in view.workers if worker.state == "connected"]
+    found += [
+        f"you: worker {worker.name} is quarantined ({worker.reason}); repair it, then "
+        f"`aether-coordinator worker release {worker.name}`"
+        for worker in view.workers
+        if worker.state == "quarantined"
+    ]
     if (view.turns_waiting or view.turns_running) and not usable:
         reasons = [f"{worker.name} is {worker.state}: {worker.reason}".rstrip(": ") for worker in view.workers]
         found.append(f"worker: no compatible worker is connected ({'; '.join(reasons) or 'none ever registered'})")

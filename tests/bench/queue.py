@@ -38,6 +38,7 @@ from aether_common.identity import compute_identity
 from aether_common.names import Names
 from aether_common.wire import PolicyRef
 from aether_coordinator.dispatch import Dispatcher
+from aether_coordinator.events import Events
 from aether_coordinator.fleet import Fleet
 from aether_coordinator.gateway import Gateway, OpenEpisode
 from aether_coordinator.journal import Claims
@@ -367,6 +368,8 @@ class Product:
             on_room=self.dispatcher.pump,
             on_bad_message=lambda: None,
             ledger=self.ledger,
+            events=Events(directory),
+            run_root=directory,
         )
         self.dispatcher.fleet = self.fleet
         self.fleet.books_complete = True

@@ -27,7 +27,7 @@ from aether_coordinator.dispatch import Turn, TurnFailed  # noqa: E402
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode  # noqa: E402
 from aether_coordinator.journal import Claims  # noqa: E402
 from aether_coordinator.ledger import Ledger, Write  # noqa: E402
-from aether_coordinator.loopback import serve_loopback  # noqa: E402
+from aether_coordinator.loopback import serve_http  # noqa: E402
 from aether_coordinator.records import EpisodeRecord, GroupRecord, TurnRecord  # noqa: E402
 from aether_coordinator.rollout import client_config, run_attempt  # noqa: E402
 from aether_coordinator.settings import TrainSource  # noqa: E402
@@ -92,7 +92,7 @@ async def empty_handler(count: int) -> float:
         port = actual
         ready.set()
 
-    server = asyncio.create_task(serve_loopback(app, 0, "port", listening))
+    server = asyncio.create_task(serve_http(app, 0, "port", listening))
     await ready.wait()
     async with aiohttp.ClientSession() as session:
         started = time.perf_counter()

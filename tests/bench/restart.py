@@ -120,7 +120,7 @@ def fill(settings: ServerSettings, episodes: int) -> None:
         path.write_bytes(data)
         newest = BatchRecord.decode(ledger.get("batches", number_key(steps - 1)) or b"")
         ledger.commit_now(Write("batches", number_key(steps - 1), newest.with_(digest=sha256_bytes(data)).encode()))
-    worker = WorkerRecord(name="w1", incarnation="1", engine="null", slots=8, window=16)
+    worker = WorkerRecord(name="w1", incarnation="1", engine="null", slots=8, window=16, versions={}, seen_s=0.0)
     ledger.commit_now(
         Write("run", b"run", run.with_(next_group=number + 1).encode()),
         Write("sources", b"train", SourceRecord(name="train", drawn=number).encode()),

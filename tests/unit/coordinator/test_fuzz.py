@@ -4,7 +4,7 @@ import pytest
 from aether_common.errors import ConfigError, RunDirectoryError
 from aether_common.names import Names
 from aether_common.wire import pack
-from aether_coordinator.accounts import add_worker, make_key, read_workers
+from aether_coordinator.accounts import make_key
 from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.migrations import migrate
@@ -21,6 +21,7 @@ from aether_coordinator.records import (
     WorkerRecord,
 )
 from aether_coordinator.samples import TraceError, decode_episode, encode_episode, episode_samples
+from aether_coordinator.workers_conf import add_worker, read_workers
 from fuzzing import BOUNDED, near_msgpack
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +59,7 @@ RECORDS: list[Record] = [
     PolicyRecord(
         version=0, adapter="a", files=[("f", 1, "d")], rank=8, alpha=16, target_modules=["q"], dtype="x", activated_s=0
     ),
-    WorkerRecord(name="w", incarnation="1", engine="e", slots=1, window=2),
+    WorkerRecord(name="w", incarnation="1", engine="e", slots=1, window=2, versions={"torch": "2"}, seen_s=1.5),
 ]
 
 
@@ -122,7 +123,7 @@ def test_worker_files(tmp_path):
     for worker in ("w1", "w2"):
         add_worker(path, names, worker, make_key().public)
     valid = path.read_bytes()
-    assert [worker for worker, _ in read_workers(path)] == ["w1", "w2"]
+    assert [key.worker for key in read_workers(path)] == ["w1", "w2"]
     mutated = st.tuples(st.integers(0, len(valid) - 1), st.integers(0, 255)).map(
         lambda change: valid[: change[0]] + bytes([change[1]]) + valid[change[0] + 1 :]
     )
@@ -136,7 +137,7 @@ def test_worker_files(tmp_path):
         except ConfigError as error:
             assert "workers.conf" in str(error)
         else:
-            assert all(worker.isascii() and len(public) == 56 for worker, public in workers)
+            assert all(key.worker.isascii() and len(key.public) == 56 for key in workers)
 
     read()
 

@@ -51,7 +51,7 @@ def test_a_state_of_schema_1_is_read_by_this_release(ledger):
     assert msgpack.unpackb(ledger.get("run", b"run"))["schema_version"] == 1
     migrate(ledger)
     run = RunRecord.decode(ledger.get("run", b"run"))
-    assert run.schema_version == SCHEMA == 2 and run.run == "tiny"
+    assert run.schema_version == SCHEMA == 3 and run.run == "tiny"
     for name, kind in KINDS.items():
         rows = list(ledger.scan(name))
         assert [key for key, _ in rows] == [key for key, _ in before[name]]
@@ -60,8 +60,20 @@ def test_a_state_of_schema_1_is_read_by_this_release(ledger):
     # What was recorded is unchanged; what was not is said to be unknown.
     for (_, old), (_, new) in zip(before["journal"], ledger.scan("journal"), strict=True):
         assert msgpack.unpackb(new) == {**msgpack.unpackb(old), "reply": ""}
+    for (_, old), (_, new) in zip(before["workers"], ledger.scan("workers"), strict=True):
+        assert msgpack.unpackb(new) == {**msgpack.unpackb(old), "versions": {}, "seen_s": 0.0}
     for _, trace in ledger.scan("traces"):
         assert decode_episode(trace).traces
+
+
+def test_a_state_of_schema_2_keeps_its_journal_and_learns_about_workers(ledger):
+    run = msgpack.unpackb(ledger.get("run", b"run"))
+    worker = {"name": "w9", "incarnation": "1", "engine": "vllm", "slots": 3, "window": 4}
+    ledger.commit_now(Write("run", b"run", pack({**run, "schema_version": 2})), Write("workers", b"w9", pack(worker)))
+    journal = list(ledger.scan("journal"))
+    migrate(ledger)
+    assert list(ledger.scan("journal")) == journal
+    assert WorkerRecord.decode(ledger.get("workers", b"w9")) == WorkerRecord(**worker, versions={}, seen_s=0.0)
 
 
 def test_a_second_migration_changes_nothing(ledger):

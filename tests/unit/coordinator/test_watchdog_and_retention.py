@@ -22,6 +22,7 @@ IDLE = View(
 )
 LOST = WorkerStatus(name="w1", state="lost")
 OTHER_MODEL = WorkerStatus(name="w2", state="incompatible", reason="it serves another model")
+QUARANTINED = WorkerStatus(name="w3", state="quarantined", reason="8 failures")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,10 @@ OTHER_MODEL = WorkerStatus(name="w2", state="incompatible", reason="it serves an
         (
             {"turns_running": 3, "workers": [LOST, OTHER_MODEL]},
             "worker: no compatible worker is connected (w1 is lost; w2 is incompatible: it serves another model",
+        ),
+        (
+            {"workers": [QUARANTINED]},
+            "you: worker w3 is quarantined (8 failures); repair it, then `aether-coordinator worker release w3`",
         ),
         ({"turns_waiting": 3, "turns_running": 8}, "slot: 3 turns wait"),
         ({"turns_running": 8, "episodes_running": 8}, "worker: 8 turns are being generated"),

@@ -64,15 +64,26 @@ def test_without_a_terminal_lines_appear_only_for_news() -> None:
 
 
 def test_a_terminal_shows_every_figure() -> None:
-    text = render_status(status(message="waiting for worker-2"))
-    for part in ("1/14", "0.250", "waiting for worker-2", "worker-2", "lost", "held_out@0", "1/4", "25%", "61", "83"):
+    text = render_status(status(waits_for=["worker: worker-2"]))
+    for part in (
+        "1/14",
+        "0.250",
+        "waits for worker: worker-2",
+        "worker-2",
+        "lost",
+        "held_out@0",
+        "1/4",
+        "25%",
+        "61",
+        "83",
+    ):
         assert part in text
 
 
 def test_line_before_the_first_policy() -> None:
-    empty = RunStatus(run="demo", run_uuid="u", state="starting", steps=14, message="loading tasksets")
+    empty = RunStatus(run="demo", run_uuid="u", state="starting", steps=14, waits_for=["slot: 3"])
     assert line(empty).startswith("starting: step 0/14 | ")
-    assert line(empty).endswith("loading tasksets")
+    assert line(empty).endswith("waits for slot: 3")
 
 
 def test_sparkline_clips() -> None:
