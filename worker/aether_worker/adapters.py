@@ -11,15 +11,16 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from aether_common.checkpoint import ADAPTER_FILES
 from aether_common.crash import crash_point
 from aether_common.digests import FileEntry, file_list_digest, list_files, parse_file_list, sha256_bytes
-from aether_common.errors import AetherError
 from aether_common.files import TEMPORARY, fsync_directory, fsync_tree, remove_temporaries
 from loguru import logger
 
+from aether_worker.adapter_check import AdapterError
 from aether_worker.artifacts import ArtifactError, Artifacts, backoff
 
 ATTEMPTS = 3
@@ -28,15 +29,19 @@ MAX_LIST_BYTES = 64 << 10
 _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
-class AdapterError(AetherError):
-    """An adapter cannot be had: not there, corrupt, or not what an adapter may contain."""
-
-
 class AdapterCache:
     """Adapters on disk. One fetch at a time per digest."""
 
-    def __init__(self, directory: Path, budget_bytes: int, artifacts: Artifacts) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        artifacts: Artifacts,
+        check: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """`check` raises `AdapterError` for a verified directory that the engine cannot serve."""
         self._directory = directory
+        self._check = check
         self._budget = budget_bytes
         self._artifacts = artifacts
         self._locks: dict[str, asyncio.Lock] = {}
@@ -61,7 +66,9 @@ class AdapterCache:
                     path = await self._verify(path, digest)
                 if path is None:
                     path = await self._fetch(version, digest)
-                self._verified.add(digest)
+                if digest not in self._verified:
+                    await asyncio.to_thread(self._check, path)
+                    self._verified.add(digest)
                 os.utime(path)
             self._evict(keep=digest)
         except OSError as error:

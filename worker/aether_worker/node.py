@@ -75,7 +75,10 @@ async def _serve(
 ) -> None:
     names = Names(settings.run)
     registration = registration_of(settings, identity)
-    cache = AdapterCache(settings.state_dir / "adapters", settings.adapter_cache_mib << 20, Artifacts(bus, names))
+    artifacts = Artifacts(bus, names)
+    cache = AdapterCache(
+        settings.state_dir / "adapters", settings.adapter_cache_mib << 20, artifacts, engine.check_adapter
+    )
     adapters = LoadedAdapters(engine, cache)
     lane = Lane(
         bus,

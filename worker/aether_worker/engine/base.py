@@ -73,6 +73,9 @@ class Engine(ABC):
     async def health(self) -> bool:
         """Whether it can generate now."""
 
+    def check_adapter(self, directory: Path) -> None:  # noqa: B027 - an engine without a model takes any
+        """Whether the engine could serve a verified adapter, by its files. Raises `AdapterError`; runs in a thread."""
+
     @abstractmethod
     async def load_adapter(self, version: int, digest: str, path: Path) -> None:
         """Load the adapter in directory `path`, which stays until it is unloaded. Raises `EngineError`."""

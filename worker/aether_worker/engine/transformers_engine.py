@@ -21,6 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from aether_worker.adapter_check import AdapterCheck
 from aether_worker.engine.base import Engine, EngineError, Generation, Progress, Request, UnknownAdapter, room
 from aether_worker.engine.decode import Row, decode
 from aether_worker.settings import TransformersSettings
@@ -44,6 +45,7 @@ class TransformersEngine(Engine):
     def __init__(self, model: Path, dtype: str, slots: int, max_model_len: int, settings: TransformersSettings) -> None:
         self._path = model
         self._dtype = getattr(torch, dtype)
+        self._check = AdapterCheck(dtype)
         self._slots = slots
         self._max_model_len = max_model_len
         self._settings = settings
@@ -67,6 +69,9 @@ class TransformersEngine(Engine):
 
     async def health(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self._base is not None
+
+    def check_adapter(self, directory: Path) -> None:
+        self._check(directory)
 
     async def load_adapter(self, version: int, digest: str, path: Path) -> None:
         await self._in_thread(lambda: self._load_adapter(version, digest, path))

@@ -9,6 +9,7 @@ from typing import Any
 
 from aether_common.wire import FinishReason
 
+from aether_worker.adapter_check import AdapterCheck
 from aether_worker.engine.base import (
     Engine,
     EngineError,
@@ -52,6 +53,7 @@ class VllmEngine(Engine):
 
     def __init__(self, settings: WorkerSettings, model: Path) -> None:
         self._max_model_len = settings.max_model_len
+        self._check = AdapterCheck(settings.dtype, settings.vllm.max_lora_rank)
         self._adapters: dict[str, tuple[str, Path]] = {}
         self._server = VllmServer(settings, model, self._load_again)
 
@@ -63,6 +65,9 @@ class VllmEngine(Engine):
 
     async def health(self) -> bool:
         return await self._server.health()
+
+    def check_adapter(self, directory: Path) -> None:
+        self._check(directory)
 
     async def load_adapter(self, version: int, digest: str, path: Path) -> None:
         if not self._server.ready:
