@@ -96,9 +96,11 @@ server_name: aether-{run}
 # The coordinator connects here, on loopback only.
 listen: "127.0.0.1:{port}"
 {monitor}{pid}
-# Limits of one connection, and how fast a dead link is noticed (20 s, twice).
+# Limits of one connection, and how fast a dead link is noticed (20 s, twice). Who does not read what is sent to it
+# for 10 s, or leaves 64 MB unread, is disconnected.
 max_payload: 8MB
 max_pending: 64MB
+write_deadline: "10s"
 max_subscriptions: 100
 ping_interval: "20s"
 ping_max: 2
@@ -126,7 +128,8 @@ accounts {{
   }}
   # The workers' account has no JetStream; what is not imported here does not exist for them.
   WORKERS {{
-    limits {{ max_connections: 2000, max_payload: 4MB }}
+    # Of all workers together; subscriptions are those of one connection (a worker needs six).
+    limits {{ max_connections: 2000, max_subscriptions: 32, max_payload: 4MB }}
     include "workers.conf"
     imports: [
 {import_lines}
