@@ -33,7 +33,8 @@ The coordinator starts the trainer, so `--set` does not reach `trainer.toml`; it
 
 Paths are relative to the directory of the file. An unknown key, a wrong type, a missing key or an impossible
 combination ends the command with exit code 2 and a message that names file, key and remedy.
-Keys and passwords are never settings: they lie in files that a setting names (mode 600).
+Keys and passwords are never settings: they lie in files that a setting names (mode 600). The one exception is
+`[headers]` of `worker.toml`, for a proxy that demands a token: keep that file at mode 600 then.
 """
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "pattern": "matches"}
 

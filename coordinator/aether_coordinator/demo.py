@@ -69,6 +69,7 @@ def run_demo(
     revision: str | None = None,
     engine: str = "transformers",
     worker_python: Path | None = None,
+    tls: bool = False,
 ) -> int:
     """Run (or resume) the demo and print its summary. Returns the exit status.
 
@@ -81,7 +82,7 @@ def run_demo(
         if value < least:
             raise ConfigError(f"{option} {value}: must be at least {least}")
     root = (run_root or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).expanduser().resolve()
-    options = Options(steps, workers, root, seed, model, revision, engine, worker_python)
+    options = Options(steps, workers, root, seed, model, revision, engine, worker_python, tls)
     console = Console(highlight=False, stderr=json_output)
     with Progress() as progress:
         summary = asyncio.run(_interruptible(lambda: _Demo(options, progress).run()))
@@ -109,6 +110,7 @@ class Options:
     revision: str | None
     engine: str
     worker_python: Path | None
+    tls: bool
 
 
 async def _interruptible[ResultT](work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT | None:
@@ -205,6 +207,7 @@ class _Demo:
             worker_python=options.worker_python.absolute() if options.worker_python else None,
             port=port,
             websocket_port=websocket_port,
+            tls=options.tls,
         )
         files = recipe.files()
         if changed := changed_keys(self._root, files):
@@ -322,7 +325,7 @@ def _fingerprint(status: RunStatus | None) -> object:
     if status is None:
         return None
     progress = [(evaluation.source, evaluation.version, evaluation.done) for evaluation in status.evaluations]
-    return (status.state, status.step, status.step_share, status.counters.replies, status.message, progress)
+    return (status.state, status.step, status.step_share, status.counters.replies, progress)
 
 
 def read_status(run_root: Path, pid: int) -> RunStatus | None:

@@ -38,6 +38,8 @@ class Recipe:
     worker_python: Path | None
     port: int
     websocket_port: int
+    tls: bool = False
+    """Workers connect by TLS, to a certificate of the run's own authority."""
 
     @property
     def worker_names(self) -> list[str]:
@@ -64,6 +66,8 @@ def server_toml(recipe: Recipe) -> str:
         f"{name} = {value if isinstance(value, int) else _quoted(value)}"
         for name, value in recipe.identity.model_dump().items()
     )
+
+    encryption = 'self_signed = ["localhost"]\n' if recipe.tls else ""
 
     def taskset(split: str, count: int) -> str:
         return f'taskset = "{TASKSET}"\ntaskset_args = {{split = "{split}", seed = {recipe.seed}, count = {count}}}'
@@ -112,7 +116,7 @@ config = "trainer.toml"
 [nats]
 port = {recipe.port}
 websocket_port = {recipe.websocket_port}
-"""
+{encryption}"""
 
 
 def trainer_toml(recipe: Recipe) -> str:
@@ -148,10 +152,13 @@ def worker_toml(recipe: Recipe, name: str) -> str:
         engine = f"[vllm]\n{python}max_lora_rank = 8\ngpu_memory_utilization = {share}\n"
     else:
         engine = "[transformers]\nthreads = 1\n"
+    url, trust = f"ws://127.0.0.1:{recipe.websocket_port}", ""
+    if recipe.tls:
+        url, trust = f"wss://localhost:{recipe.websocket_port}", '\n[tls]\nca_file = "nats/ca.pem"\n'
     return f"""\
 name = "{name}"
 run = "{RUN}"
-url = "ws://127.0.0.1:{recipe.websocket_port}"
+url = "{url}"
 key_file = "workers/{name}.nk"
 model = {_quoted(recipe.model)}
 {_revision(recipe)}dtype = "{recipe.identity.dtype}"
@@ -162,7 +169,7 @@ max_model_len = {MAX_MODEL_LEN}
 state_dir = "{name}"
 drain_s = 10.0
 
-{engine}"""
+{engine}{trust}"""
 
 
 def recorded_ports(run_root: Path) -> tuple[int, int] | None:

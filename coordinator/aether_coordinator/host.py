@@ -5,17 +5,20 @@ its `workers.conf`.
 """
 
 import json
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from aether_common.bus import is_loopback
-from aether_common.errors import ConfigError
+from aether_common.errors import BusError, ConfigError
 from aether_common.files import make_directory, write_durably
 from aether_common.names import Names
 
 from aether_coordinator import certificates
 from aether_coordinator.accounts import Websocket, make_key, public_key, server_configuration
-from aether_coordinator.embedded import EmbeddedServer, signal_reload
+from aether_coordinator.embedded import EmbeddedServer, server_binary, signal_reload
 from aether_coordinator.settings import ServerSettings
 from aether_coordinator.workers_conf import write_workers
 
@@ -31,7 +34,7 @@ CONFIGURATION, WORKERS, KEY, ADDRESSES, PID = (
 class HostedServer:
     """What `nats init` wrote into a directory. Raises `ConfigError` when that is missing or of another run."""
 
-    def __init__(self, directory: Path, run: str, public_url: str | None = None) -> None:
+    def __init__(self, directory: Path, run: str | None = None, public_url: str | None = None) -> None:
         self.directory = directory
         self.configuration = directory / CONFIGURATION
         self.workers = directory / WORKERS
@@ -39,19 +42,39 @@ class HostedServer:
         file = directory / ADDRESSES
         try:
             found = json.loads(file.read_text())
+            self.run: str = found["run"]
             self.url: str = found["url"]
             self.websocket_url: str = public_url or found["websocket_url"]
-            owner = found["run"]
             self.self_signed: list[str] = found["self_signed"]
         except FileNotFoundError:
             raise ConfigError(
-                f"nats.directory = '{directory}': {file} does not exist: make it with "
-                f"`aether-coordinator nats init {directory} --run {run}`"
+                f"{file} does not exist: make it with `aether-coordinator nats init {directory} --run {run or 'NAME'}`"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: cannot be read: {type(error).__name__}: {error}") from error
-        if owner != run:
-            raise ConfigError(f"nats.directory = '{directory}' is of run {owner!r}, not {run!r}: make one for this run")
+        if run is not None and self.run != run:
+            raise ConfigError(f"nats.directory = '{directory}' is of run {self.run!r}, not {run!r}: make one for it")
+
+    def next_steps(self) -> str:
+        """For the operator who just made it."""
+        binary = "nats-server"
+        with suppress(BusError):
+            binary = server_binary()
+        trust = f"\nWorkers need {self.ca_file} too; `worker add` says where it goes.\n" if self.ca_file else ""
+        return f"""\
+{self.directory} is ready. Start the server, and keep it running:
+
+  {binary} -c {self.configuration}
+
+In server.toml:
+
+  [nats]
+  directory = "{self.directory}"
+
+Then add workers, which will dial {self.websocket_url}:
+
+  aether-coordinator worker add NAME --config server.toml
+{trust}"""
 
     @property
     def ca_file(self) -> Path | None:
@@ -162,14 +185,55 @@ def write_host(
         pid_file=directory / PID,
     )
     write_durably(directory / CONFIGURATION, text.encode(), mode=0o600)
-    addresses = {
-        "run": run,
-        "url": f"nats://127.0.0.1:{port}",
-        "websocket_url": websocket_url,
-        "self_signed": list(hosts) if self_signed else [],
-    }
-    write_durably(directory / ADDRESSES, json.dumps(addresses, indent=2).encode() + b"\n", mode=0o600)
+    write_durably(
+        directory / ADDRESSES,
+        _addresses(run, f"nats://127.0.0.1:{port}", websocket_url, hosts if self_signed else []),
+        mode=0o600,
+    )
     return HostedServer(directory, run)
+
+
+def _addresses(run: str, url: str, websocket_url: str, self_signed: Sequence[str]) -> bytes:
+    """What the commands must know about the server; its configuration says it in other words."""
+    found = {"run": run, "url": url, "websocket_url": websocket_url, "self_signed": list(self_signed)}
+    return json.dumps(found, indent=2).encode() + b"\n"
+
+
+def renew(directory: Path, hosts: Sequence[str] = ()) -> HostedServer:
+    """Make the server's certificate again, for other hosts if given. Raises `ConfigError` unless it is self-signed."""
+    directory = directory.expanduser().resolve()
+    server = HostedServer(directory)
+    if not server.self_signed:
+        raise ConfigError(
+            f"{directory} was not made with --self-signed: replace the files that {server.configuration} names, then "
+            "run `aether-coordinator nats reload`"
+        )
+    try:
+        named = [certificates.check_host(host) for host in hosts] or server.self_signed
+    except ValueError as error:
+        raise ConfigError(f"--host: {error}") from None
+    certificates.issue(directory, named)
+    if hosts:
+        port = urlsplit(server.websocket_url).port or 443
+        server.websocket_url, server.self_signed = certificates.websocket_url(named[0], port), named
+        addresses = _addresses(server.run, server.url, server.websocket_url, named)
+        write_durably(directory / ADDRESSES, addresses, mode=0o600)
+    return server
+
+
+def reload(settings: ServerSettings) -> str:
+    """Let the run's server read its files again, if it would accept them; says what was done. Raises `ConfigError`."""
+    server = server_of(settings)
+    if server is None:
+        raise ConfigError("nats.url names a server that is configured elsewhere: reload it there")
+    tried = subprocess.run(
+        [server_binary(), "-t", "-c", str(server.configuration)], capture_output=True, text=True, check=False
+    )
+    if tried.returncode != 0:
+        raise ConfigError(f"nats-server would refuse its files, so it was not told: {tried.stderr.strip()}")
+    if not server.reload():
+        raise ConfigError(f"no nats-server of {server.directory} is running: it reads its files when it starts")
+    return f"nats-server reads {server.configuration} and its certificates again"
 
 
 def _absolute(path: Path | None) -> Path | None:

@@ -58,10 +58,14 @@ max_policy_lag = 1             # 0: synchronous
 [trainer]
 config = "trainer.toml"
 
-# Without this table a nats-server is started and supervised for you.
+# A nats-server is started and supervised for you. Without this table only this machine reaches it.
 # [nats]
-# url = "tls://nats.example.org:4222"
-# key_file = "coordinator.nk"
+# websocket_host = "0.0.0.0"               # workers elsewhere: needs TLS, one of
+# self_signed = ["train.example.org"]      #   a private authority and certificate, made for you
+# certificate = "fullchain.pem"            #   your own certificate,
+# private_key = "privkey.pem"
+# public_url = "wss://train.example.org"   #   or a proxy on this machine (leave websocket_host out)
+# directory = "nats"                       # instead: a server of your own, from `aether-coordinator nats init`
 """
 
 TRAINER = """\
@@ -92,7 +96,7 @@ name = "w1"
 run = "my-run"
 url = "wss://coordinator.example.org"   # ws:// only to 127.0.0.1
 key_file = "w1.nk"
-# ca_file = "ca.pem"                    # for a private certificate authority
+# tls.ca_file = "ca.pem"                # for a private certificate authority
 
 model = "org/model"                     # hub repository or directory, the same as in server.toml
 revision = ""                           # the full commit of a hub repository; remove the line for a directory

@@ -130,3 +130,14 @@ def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
 def test_paths_with_quotes_and_accents_survive(tmp_path: Path) -> None:
     strange = recipe(tmp_path, model='/tmp/ä "b" \\ 😀')
     assert tomllib.loads(strange.files()["server.toml"])["model"] == '/tmp/ä "b" \\ 😀'
+
+
+def test_tls_is_part_of_the_recipe(tmp_path: Path) -> None:
+    write(tmp_path, recipe(tmp_path, tls=True))
+    assert ServerSettings.load(tmp_path / "server.toml").nats.self_signed == ["localhost"]
+    worker = WorkerSettings.load(tmp_path / "worker-2.toml")
+    assert worker.url == "wss://localhost:4334"
+    assert worker.tls.ca_file == tmp_path / "nats" / "ca.pem"
+    assert changed_keys(tmp_path, recipe(tmp_path, tls=True).files()) == []
+    changed = changed_keys(tmp_path, recipe(tmp_path, workers=2).files())
+    assert "server.toml: nats.self_signed = ['localhost'], now None" in changed

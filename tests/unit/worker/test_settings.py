@@ -78,3 +78,41 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
     file.write_text(GOOD.format(model=tmp_path).replace("run =", "# run ="))
     with pytest.raises(ConfigError, match=r"worker.toml: key run is missing: add it"):
         WorkerSettings.load(file)
+
+
+def test_certificates_and_headers(tmp_path: Path) -> None:
+    text = (
+        '[tls]\nca_file = "ca.pem"\ncertificate = "w1.pem"\nprivate_key = "w1.key"\n[headers]\nX-Token = "secret-7"\n'
+    )
+    settings = load(tmp_path, text, ["url=wss://example.org/run"])
+    assert settings.tls.ca_file == tmp_path / "ca.pem"
+    assert (settings.tls.certificate, settings.tls.private_key) == (tmp_path / "w1.pem", tmp_path / "w1.key")
+    assert settings.headers["X-Token"].get_secret_value() == "secret-7"
+    assert "secret-7" not in f"{settings!r} {settings.model_dump()} {settings.model_dump_json()}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[tls]\ncertificate = "w1.pem"', "tls: certificate and private_key belong together: set both or neither"),
+        ('[tls]\nca = "ca.pem"', "unknown key tls.ca: known here are ca_file, certificate, private_key"),
+        ('[headers]\n"X Token" = "secret"', "headers: 'X Token' is no name of an HTTP header"),
+        ('[headers]\nHost = "secret"', "headers: Host belongs to the WebSocket itself: remove it"),
+        ('[headers]\nSec-WebSocket-Key = "secret"', "Sec-WebSocket-Key belongs to the WebSocket itself"),
+        (
+            '[headers]\nX-A = "secret\\nX-B: 1"',
+            "headers: the value of X-A must be a string of printable ASCII characters",
+        ),
+        ("[headers]\nX-A = [5]", "headers: the value of X-A must be a string"),
+    ],
+)
+def test_wrong_certificates_and_headers_are_told_without_their_values(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, ["url=wss://example.org"])
+    assert message in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_certificates_without_encryption_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[tls\] has no effect on url = 'ws://127.0.0.1:4443': use wss://"):
+        load(tmp_path, '[tls]\nca_file = "ca.pem"')
