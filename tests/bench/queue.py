@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 # This folder would hide the standard library's `queue` behind this script.
-sys.path.remove(str(Path(__file__).parent))
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse
@@ -365,6 +366,9 @@ class Product:
             lease_s=LEASE_S,
             wanted=lambda: [PolicyRef(version=0, adapter=self.adapter)],
             on_lost=self.dispatcher.lost,
+            on_stalled=self.dispatcher.stalled,
+            stall_s=300.0,
+            mismatch=lambda _: None,
             on_room=self.dispatcher.pump,
             on_bad_message=lambda: None,
             ledger=self.ledger,
