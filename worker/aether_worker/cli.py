@@ -41,6 +41,8 @@ def run(file: File, set_: Overrides = None, debug: Debug = False) -> None:
 def check(file: File, set_: Overrides = None, debug: Debug = False) -> None:
     """Preflight: each line is ok, or says what to do."""
     with _messages(debug):
+        if not debug:
+            logger.remove()  # The lines say it all.
         from aether_worker.preflight import check as preflight
 
         if not asyncio.run(preflight(file, set_, print)):

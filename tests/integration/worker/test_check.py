@@ -4,6 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from aether_coordinator import certificates
 from nats_server import NatsServer
 
 from .conftest import WORKER
@@ -66,3 +67,26 @@ async def test_what_is_wrong_is_said(server: NatsServer, tmp_path: Path) -> None
     code, lines = await run_check(worker, "adapter_cache_mib=1", "slots=0")
     assert "slots = 0" in lines["settings"]
     assert code == 1
+
+
+async def test_a_wrong_authority_is_told_by_check_and_by_run(tmp_path: Path) -> None:
+    certificates.make_authority(tmp_path, "another")
+    with NatsServer(tmp_path / "nats", hosts=["localhost"]) as server:
+        worker = Worker(tmp_path / "worker", server, server.add_worker(WORKER))
+        trust = f"tls.ca_file={tmp_path / 'ca.pem'}"
+        code, lines = await run_check(worker, "adapter_cache_mib=1", trust)
+        assert code == 1
+        assert "from another authority than that of tls.ca_file" in lines["connection"]
+        code, lines = await run_check(worker, "adapter_cache_mib=1", f"tls.ca_file={tmp_path / 'none.pem'}")
+        assert lines["connection"].startswith(f"FAILED  tls.ca_file = '{tmp_path / 'none.pem'}' cannot be read")
+        code, lines = await run_check(worker, "adapter_cache_mib=1", f"tls.ca_file={server.directory / 'ca.pem'}")
+        assert code == 0
+        assert lines["connection"] == f"ok      {server.worker_url} accepts the key of w1"
+        process = await worker.start("--set", trust)
+        assert process.stderr is not None
+        async with asyncio.timeout(20):
+            line = (await process.stderr.readline()).decode()
+        assert "from another authority than that of tls.ca_file" in line
+        assert line.rstrip().endswith("trying again")
+        process.terminate()
+        assert (await worker.end())[0] == 0
