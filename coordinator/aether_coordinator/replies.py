@@ -121,8 +121,8 @@ class ReplyIntake:
             self._counters.replies_refused += 1
             self._dispatcher.fleet.refuse_reply(worker, job, problem)
             if (turn := self._dispatcher.turns.get(job)) is not None:
-                self._dispatcher.reassign(turn, counted=True, reason=problem)
                 self._dispatcher.fleet.failed(worker, job, problem)
+                self._dispatcher.reassign(turn, counted=True, reason=problem)
             elif self._dispatcher.drop_orphan(job):
                 # The turn that asks for it again must not wait for a job that is over.
                 return await self._ledger.enqueue(Write("dispatches", job.encode(), None))
