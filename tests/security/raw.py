@@ -27,7 +27,9 @@ class Received:
 
 
 def sign(seed: str, nonce: str) -> str:
-    return base64.urlsafe_b64encode(nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode())).rstrip(b"=").decode()
+    return (
+        base64.urlsafe_b64encode(nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode())).rstrip(b"=").decode()
+    )
 
 
 def public(seed: str) -> str:

@@ -3,18 +3,16 @@
 from pathlib import Path
 
 import pytest
-from security.attempts import Attempt, all_attempts, breaches
+from security.attempts import all_attempts, breaches
 from security.world import world
 
 FEWEST = 60
 
 
 async def test_every_attempt_fails_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[tuple[Attempt, str, list[str]]] = []
     async with world(tmp_path) as target:
         contents = await target.contents()
-        async for row in breaches(target, all_attempts(target)):
-            rows.append(row)
+        rows = [row async for row in breaches(target, all_attempts(target))]
         after = await target.contents()
         target.coordinator.check()
     with capsys.disabled():

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aether_common.arrays import pack_floats, pack_tokens
 from aether_common.wire import Heartbeat, Job, Poll, Registration, RegistrationAnswer, Reply, ReplyKind
 from aether_coordinator import fleet
@@ -57,7 +58,12 @@ class World:
         """A connection of a worker, not open yet."""
         return Raw(self.server.worker_url, self.seed(worker), worker)
 
-    async def start(self, configuration: Callable[[str], str] = nothing, workers: Callable[[str], str] = nothing) -> None:
+    async def start(
+        self,
+        configuration: Callable[[str], str] = nothing,
+        workers: Callable[[str], str] = nothing,
+        storage: int = 256 << 20,
+    ) -> None:
         """`configuration` and `workers` loosen the two files, to see that the attempts would notice."""
         server, names = self.server, self.names
         server.directory.mkdir(parents=True)
@@ -72,7 +78,7 @@ class World:
             assert (change is nothing) == (changed == text), f"{file} was not loosened"
             path.write_text(changed)
         server.start()
-        self.coordinator = await Coordinator(server, self.root / "run").start(lease_s=NEVER_S)
+        self.coordinator = await Coordinator(server, self.root / "run").start(lease_s=NEVER_S, storage=storage)
         await self.coordinator.reconcile()
         streams = self.coordinator.streams
         await streams.policies.put("0", b"manifest")
@@ -150,7 +156,7 @@ class World:
         turns = self.coordinator.dispatcher.turns
         before = set(turns)
         self.coordinator.ask(self.episode, [7, self._asked])
-        await self.coordinator.pending_until(lambda pending: (set(turns) - before) <= set(pending) and turns.keys() > before)
+        await self.coordinator.pending_until(lambda pending: bool(set(turns) - before) and set(turns) <= set(pending))
         (job,) = set(turns) - before
         return await self.pending(job)
 
@@ -312,16 +318,16 @@ def reply_for(job: Job, /, **changes: Any) -> Reply:
 
 
 @asynccontextmanager
-async def world(root: Path, **loosened: Callable[[str], str]) -> AsyncGenerator[World]:
-    poll_s, fleet.POLL_S = fleet.POLL_S, NEVER_S
-    one = World(root)
-    try:
-        await one.start(**loosened)
-        yield one
-    finally:
-        fleet.POLL_S = poll_s
+async def world(root: Path, *, limited: bool = False, **options: Any) -> AsyncGenerator[World]:
+    """A world under attack. Unless `limited`, no attempt is dropped for being one too many in a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "POLL_S", NEVER_S)
+        if not limited:
+            patch.setattr(fleet, "RATES", dict.fromkeys(fleet.RATES, (1e9, 1e9)))
+        one = World(root)
         try:
+            await one.start(**options)
+            yield one
             await one.close()
         finally:
             one.server.kill()
-
