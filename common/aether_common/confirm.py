@@ -1,7 +1,7 @@
 """Confirmed publishing: a message counts as sent when the server says that it stored it.
 
-One inbox per connection and one future per message: cheaper than a request of nats-py, and every
-turn needs two of them.
+One inbox per connection, one future per message and one timer for all of them: cheaper than a
+request of nats-py, and every turn needs two of them.
 """
 
 import asyncio
@@ -15,37 +15,57 @@ from aether_common.bus import Bus
 
 
 class Confirmed:
-    """Publishes to streams over one connection."""
+    """Publishes to streams over one connection; every confirmation is waited for `timeout_s`."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, timeout_s: float) -> None:
         self._bus = bus
+        self._timeout_s = timeout_s
         self._inbox = bus.client.new_inbox()
         self._listening = False
         self._lock = asyncio.Lock()
-        self._waiting: dict[str, asyncio.Future[bytes]] = {}
+        self._waiting: dict[str, tuple[float, asyncio.Future[None]]] = {}
+        """When it is given up (time of the event loop) and who waits, by number: the oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
         self._number = 0
 
-    async def publish(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
-    ) -> None:
-        """Returns when the message is stored.
+    async def publish(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> None:
+        """Returns when the message is stored; raises what `send` says."""
+        await (await self.send(subject, payload, headers))
 
-        Raises `APIError` when the server refuses it, `nats.errors.Error` without a (readable) answer in time.
+    async def send(self, subject: str, payload: bytes, headers: dict[str, str] | None = None) -> "asyncio.Future[None]":
+        """Hand a message to the connection; the future is done when it is stored.
+
+        Its exception is an `APIError` when the server refuses the message, another `nats.errors.Error` without a
+        (readable) answer in time or when the connection takes nothing.
         """
         if not self._listening:
             await self._listen()
+        loop = asyncio.get_running_loop()
         self._number += 1
         token = str(self._number)
-        self._waiting[token] = answer = asyncio.get_running_loop().create_future()
+        stored: asyncio.Future[None] = loop.create_future()
+        deadline = loop.time() + self._timeout_s
+        self._waiting[token] = deadline, stored
+        if self._timer is None:
+            self._timer = loop.call_at(deadline, self._give_up)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._bus.client.publish(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
-                data = await answer
-        except TimeoutError:
-            raise nats.errors.TimeoutError from None
-        finally:
+            await self._bus.client.publish(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
+        except nats.errors.Error as error:
             del self._waiting[token]
-        check_confirmation(data)
+            stored.set_exception(error)
+        return stored
+
+    def _give_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        while self._waiting:
+            token, (deadline, stored) = next(iter(self._waiting.items()))
+            if deadline > loop.time():
+                self._timer = loop.call_at(deadline, self._give_up)
+                return
+            del self._waiting[token]
+            if not stored.done():
+                stored.set_exception(nats.errors.TimeoutError())
 
     async def _listen(self) -> None:
         async with self._lock:
@@ -54,13 +74,18 @@ class Confirmed:
                 self._listening = True
 
     async def _receive(self, message: Msg) -> None:
-        answer = self._waiting.get(message.subject.rsplit(".", 1)[-1])
-        if answer is None or answer.done():
+        _, stored = self._waiting.pop(message.subject.rsplit(".", 1)[-1], (0.0, None))
+        if stored is None or stored.done():
             return
         if message.headers and message.headers.get("Status") == "503":
-            answer.set_exception(nats.errors.NoRespondersError())
+            stored.set_exception(nats.errors.NoRespondersError())
+            return
+        try:
+            check_confirmation(message.data)
+        except nats.errors.Error as error:
+            stored.set_exception(error)
         else:
-            answer.set_result(message.data)
+            stored.set_result(None)
 
 
 def check_confirmation(data: bytes) -> None:

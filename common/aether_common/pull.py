@@ -29,6 +29,15 @@ _COMPLETED = "batch completed"
 """A request for whose last message the server has just sent: status 409 like an error, but none."""
 
 
+def message_id(message: Msg) -> tuple[int, str]:
+    """Sequence in its stream and time of storage: equal for all deliveries of a message, told by where it is acked.
+
+    The time, because a stream that was made again counts from one.
+    """
+    tokens = message.reply.split(".")
+    return int(tokens[5]), tokens[7]
+
+
 class PullLoop:
     """Pulls for one consumer until `stop`. `deliver` is called for each message, in order.
 

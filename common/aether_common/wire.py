@@ -36,7 +36,7 @@ class Message(BaseModel):
     v: int = PROTOCOL
 
     def encode(self) -> bytes:
-        return pack(self.model_dump(mode="python"))
+        return pack(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -57,10 +57,16 @@ class Message(BaseModel):
 
 
 def pack(value: Any) -> bytes:
-    """msgpack bytes of a plain value."""
-    data = msgpack.packb(value)
+    """msgpack bytes of a plain value; a model is the map of its fields."""
+    data = msgpack.packb(value, default=_fields)
     assert data is not None
     return data
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if isinstance(value, BaseModel):
+        return vars(value)
+    raise TypeError(f"can not serialize {type(value).__name__!r} object")
 
 
 def unpack(data: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import nats.errors
@@ -68,22 +69,26 @@ class Turn:
     failures: list[str] = field(default_factory=list)
     """Workers on which an attempt failed."""
     answer: asyncio.Future[TurnRecord] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _record: DispatchRecord | None = None
 
     @property
     def record(self) -> DispatchRecord:
         assert self.worker is not None
-        return DispatchRecord(
-            job=self.job,
-            worker=self.worker,
-            dispatch=self.dispatch,
-            journal=self.key.journal,
-            kind=self.kind,
-            version=self.version,
-            adapter=self.adapter,
-            max_tokens=self.sampling.max_tokens,
-            group=self.group,
-            seed=self.seed,
-        )
+        record = self._record
+        if record is None or (record.worker, record.dispatch) != (self.worker, self.dispatch):
+            self._record = record = DispatchRecord(
+                job=self.job,
+                worker=self.worker,
+                dispatch=self.dispatch,
+                journal=self.key.journal,
+                kind=self.kind,
+                version=self.version,
+                adapter=self.adapter,
+                max_tokens=self.sampling.max_tokens,
+                group=self.group,
+                seed=self.seed,
+            )
+        return record
 
 
 class Expected(NamedTuple):
@@ -106,7 +111,7 @@ class Dispatcher:
 
     def __init__(self, bus: Bus, names: Names, ledger: Ledger, streams: Streams, counters: Counters) -> None:
         self._bus = bus
-        self._confirmed = Confirmed(bus)
+        self._confirmed = Confirmed(bus, PUBLISH_S)
         self._names = names
         self._ledger = ledger
         self._streams = streams
@@ -114,6 +119,8 @@ class Dispatcher:
         self._ready: list[tuple[int, int, str]] = []
         self._order = itertools.count()
         self._prefix: dict[str, str] = {}
+        self._chosen: asyncio.Queue[tuple[Turn, str, int]] = asyncio.Queue()
+        """To be published: turn, worker and dispatch number."""
         self.turns: dict[str, Turn] = {}
         """By job id: waiting and running."""
         self.orphans: dict[str, DispatchRecord] = {}
@@ -132,12 +139,16 @@ class Dispatcher:
         """Dispatch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            tasks.create_task(self._publish_chosen())
             self.pump()
-            while True:
-                await asyncio.sleep(1.0)
-                self._expire()
-                self._drop_orphans()
-                self.pump()
+            try:
+                while True:
+                    await asyncio.sleep(1.0)
+                    self._expire()
+                    self._drop_orphans()
+                    self.pump()
+            finally:
+                self._tasks = None
 
     @property
     def waiting(self) -> int:
@@ -160,14 +171,15 @@ class Dispatcher:
             # Its job is still pending, or its reply on the way: attach.
             turn.worker, turn.dispatch = orphan.worker, orphan.dispatch
             holder.jobs.add(turn.job)
-            if aborted and self._tasks is not None:
+            if aborted:
                 # Taken off the lane when its caller went away: a worker that holds it attaches the new copy.
-                self._tasks.create_task(self._publish(turn, turn.worker, turn.dispatch))
+                self._chosen.put_nowait((turn, turn.worker, turn.dispatch))
         else:
             turn.dispatch = orphan.dispatch + 1 if orphan else 0
             self._wait(turn)
             self.pump()
-        return await asyncio.shield(turn.answer)
+        # Cancelling the call cancels the answer, as `abort` does.
+        return await turn.answer
 
     def _wait(self, turn: Turn) -> None:
         turn.worker = None
@@ -191,14 +203,15 @@ class Dispatcher:
             worker.jobs.add(job)
             self._prefix[turn.session] = worker.name
             self._prefix[f"group {turn.group}"] = worker.name
-            self._tasks.create_task(self._publish(turn, worker.name, turn.dispatch))
+            self._chosen.put_nowait((turn, worker.name, turn.dispatch))
 
     def _choose(self, turn: Turn) -> Worker | None:
         room = [worker for worker in self.fleet.workers.values() if worker.room > 0]
         # A worker on which it failed gets it again only if there is no other.
-        room = [worker for worker in room if worker.name not in turn.failures] or room
-        if not room:
-            return None
+        if turn.failures:
+            room = [worker for worker in room if worker.name not in turn.failures] or room
+        if len(room) < 2:
+            return room[0] if room else None
         for prefix in (turn.session, f"group {turn.group}"):
             holder = self._prefix.get(prefix)
             for worker in room:
@@ -214,28 +227,58 @@ class Dispatcher:
             ),
         )
 
-    async def _publish(self, turn: Turn, worker: str, dispatch: int) -> None:
-        """Record who gets the job, then put it on the lane; a refused publish is held and tried again."""
-        if (leaving := self._leaving.get(turn.job)) is not None:
-            await asyncio.wait([leaving])
-        if not self._is_current(turn, worker, dispatch):
-            return
+    async def _publish_chosen(self) -> None:
+        """Record who gets each job, then put it on the lane, in order; what cannot go at once gets a task."""
+        while True:
+            turn, worker, dispatch = await self._chosen.get()
+            if turn.job in self._leaving or not self._bus.connected.is_set():
+                self._retry(turn, worker, dispatch)
+            elif self._is_current(turn, worker, dispatch):
+                await self._record(turn)
+                if self._is_current(turn, worker, dispatch):
+                    sent = await self._send(turn, worker)
+                    sent.add_done_callback(partial(self._sent, turn, worker, dispatch))
+
+    def _sent(self, turn: Turn, worker: str, dispatch: int, sent: asyncio.Future[None]) -> None:
+        if sent.cancelled() or sent.exception() is None:
+            crash_point("job.after_publish")
+        else:
+            self._retry(turn, worker, dispatch, sent)
+
+    def _retry(self, turn: Turn, worker: str, dispatch: int, sent: asyncio.Future[None] | None = None) -> None:
+        if self._tasks is not None:
+            self._tasks.create_task(self._publish(turn, worker, dispatch, sent))
+
+    async def _record(self, turn: Turn) -> None:
         crash_point("job.before_record")
         await self._ledger.enqueue(Write("dispatches", turn.job.encode(), turn.record.encode()))
         crash_point("job.before_publish")
-        subject = self._names.job(worker, turn.kind, turn.version, turn.job)
-        headers = {
-            "Nats-Expected-Last-Subject-Sequence": "0",
-            "Nats-Expected-Last-Subject-Sequence-Subject": self._names.job_anywhere(turn.job),
-        }
+
+    async def _send(self, turn: Turn, worker: str) -> asyncio.Future[None]:
+        return await self._confirmed.send(
+            self._names.job(worker, turn.kind, turn.version, turn.job),
+            self._job(turn).encode(),
+            {
+                "Nats-Expected-Last-Subject-Sequence": "0",
+                "Nats-Expected-Last-Subject-Sequence-Subject": self._names.job_anywhere(turn.job),
+            },
+        )
+
+    async def _publish(self, turn: Turn, worker: str, dispatch: int, sent: asyncio.Future[None] | None) -> None:
+        """Until the job is on the lane: a refused publish is held and tried again. `sent` is a first try."""
+        if (leaving := self._leaving.get(turn.job)) is not None:
+            await asyncio.wait([leaving])
+        if sent is None and self._is_current(turn, worker, dispatch):
+            await self._record(turn)
         confirmed_before = True
         while self._is_current(turn, worker, dispatch):
             await self._bus.connected.wait()
             try:
-                await self._confirmed.publish(subject, self._job(turn).encode(), PUBLISH_S, headers)
+                await (sent or await self._send(turn, worker))
                 crash_point("job.after_publish")
                 return
             except APIError as error:
+                sent = None
                 if error.err_code == WRONG_LAST_SEQUENCE:
                     if not confirmed_before:
                         return  # The try before arrived, its confirmation did not.
@@ -244,6 +287,7 @@ class Dispatcher:
                     continue
                 logger.bind(job=turn.job).warning("job not taken by the stream, trying again: {}", error)
             except nats.errors.Error as error:
+                sent = None
                 logger.bind(job=turn.job).debug("job not published, trying again: {!r}", error)
                 confirmed_before = False
             await asyncio.sleep(PUBLISH_RETRY_S)
@@ -459,4 +503,4 @@ class Dispatcher:
                 self.orphans[job] = orphan.model_copy(update={"worker": ""})
         for turn in list(self.turns.values()):
             if turn.worker is not None and turn.job not in pending:
-                self._tasks.create_task(self._publish(turn, turn.worker, turn.dispatch))
+                self._chosen.put_nowait((turn, turn.worker, turn.dispatch))

@@ -9,7 +9,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,11 @@ from aether_coordinator.status import Counters
 SECRET_VARIABLE = "AETHER_GATEWAY_API_KEY"
 """Where verifiers' client reads the secret; verifiers keeps names with API_KEY from the programs that it starts."""
 MAX_BODY = 64 << 20
+JSON = {"Content-Type": "application/json"}
 IGNORED = {"logprobs", "skip_special_tokens", "spaces_between_special_tokens", "n", "routed_experts_prompt_start"}
 """Sampling parameters that the train client always sends and that change nothing here."""
+SAMPLINGS = 1024
+"""Remembered at most."""
 
 
 class RequestRefused(AetherError):
@@ -96,6 +99,8 @@ class Gateway:
         self._on_refused = on_refused
         self._episodes: dict[str, OpenEpisode] = {}
         self._calls = 0
+        self._samplings: dict[Hashable, Sampling] = {}
+        """Checked parameters by what was asked for: most calls of a run ask for the same."""
         self.secret = secrets.token_urlsafe(32)
         self.port = 0
 
@@ -133,7 +138,7 @@ class Gateway:
         if episode is None:
             return refuse(404, "unknown_model", f"model {model!r}: its episode is over or unknown here")
         try:
-            answer = await self._turn(episode, body, request.headers.get("X-Session-ID", episode.record.id))
+            answer = await self._turn(episode, body, request.headers.get("X-Session-ID") or episode.record.id)
         except (RequestRefused, PromptTooLong) as error:
             kind = CONTEXT_EXHAUSTED if isinstance(error, PromptTooLong) else "invalid_request"
             return refuse(400, kind, str(error))
@@ -144,7 +149,7 @@ class Gateway:
             return refuse(400, "invalid_request", f"not a generate request: {error!r}")
         # Whoever asked again after a failure got over it: a later failure has another cause.
         episode.failure = ""
-        return web.Response(body=_completion(answer), content_type="application/json")
+        return web.Response(body=_completion(answer), headers=JSON)
 
     async def _turn(self, episode: OpenEpisode, body: dict[str, Any], session: str) -> TurnRecord:
         tokens = body["token_ids"]
@@ -201,8 +206,17 @@ class Gateway:
                 f"the prompt has {prompt_length} tokens, max_model_len is {self._max_model_len}: no room to answer"
             )
         values = {key: value for key, value in given.items() if key not in IGNORED and value is not None}
-        stop = self._stop_token_ids.union(values.pop("stop_token_ids", ()))
+        stop = tuple(values.pop("stop_token_ids", ()))
         limit = min(values.pop("max_tokens", source.sampling.max_tokens), room)
+        asked = source.name, limit, stop, *values.items()
+        if (sampling := self._samplings.get(asked)) is None:
+            sampling = self._checked(values, source, limit, self._stop_token_ids.union(stop))
+            if len(self._samplings) >= SAMPLINGS:
+                self._samplings.clear()
+            self._samplings[asked] = sampling
+        return sampling
+
+    def _checked(self, values: dict[str, Any], source: SourceSettings, limit: int, stop: frozenset[int]) -> Sampling:
         if values.get("top_k") == -1:
             values.pop("top_k")
         try:

@@ -8,7 +8,7 @@ job whose id and seed derive from the same hash. Errors are never journaled.
 import hashlib
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from aether_common.digests import canonical_json, is_digest, sha256_bytes
 from aether_common.wire import Sampling
@@ -16,7 +16,7 @@ from aether_common.wire import Sampling
 _EPISODE = re.compile(r"g\d{8,12}-e\d{3,6}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TurnKey:
     """Identifies the k-th equal request of an attempt."""
 
@@ -27,7 +27,7 @@ class TurnKey:
     count: int
     """k, from 0."""
 
-    @property
+    @cached_property
     def journal(self) -> bytes:
         """The key of the answer in the journal."""
         return f"{self.episode}/{self.attempt}/{self.digest}/{self.count:06d}".encode()
@@ -51,7 +51,7 @@ class TurnKey:
         return int.from_bytes(self._hash("seed", run, seed)[:8], "big") >> 1
 
     def _hash(self, purpose: str, run: str, seed: int) -> bytes:
-        return hashlib.sha256(f"{purpose}\n{run}\n{seed}\n{self.journal.decode()}".encode()).digest()
+        return hashlib.sha256(f"{purpose}\n{run}\n{seed}\n".encode() + self.journal).digest()
 
 
 def request_digest(prompt: bytes, sampling: Sampling, role: str) -> str:
@@ -75,7 +75,9 @@ class Claims:
     def claim(self, digest: str) -> TurnKey:
         """Take the first unclaimed k of this request."""
         taken = self._taken.setdefault(digest, set())
-        count = next(k for k in range(len(taken) + 1) if k not in taken)
+        count = 0
+        while count in taken:
+            count += 1
         taken.add(count)
         return TurnKey(self.episode, self.attempt, digest, count)
 

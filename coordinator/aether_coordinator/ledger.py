@@ -60,8 +60,10 @@ class Ledger:
             raise disk_error(error, directory) from error
         except lmdb.Error as error:
             raise RunDirectoryError(f"the state in {directory} cannot be opened: {error}") from error
-        self._waiting: list[tuple[tuple[Write, ...], asyncio.Future[None]]] = []
-        """Accepted, not taken by the writer yet; at most `QUEUE`."""
+        self._waiting: list[Write] = []
+        """Accepted, not taken by the writer yet; about `QUEUE` at most."""
+        self._next_commit: asyncio.Future[None] | None = None
+        """Done when what waits is durable."""
         self._accepted, self._room = asyncio.Event(), asyncio.Event()
         self._failing = False
         self._awaited = asyncio.Event()
@@ -87,7 +89,10 @@ class Ledger:
                 found = cursor.next()
 
     async def enqueue(self, *writes: Write) -> asyncio.Future[None]:
-        """Hand writes to the writer as one transaction; the future is done once they are durable."""
+        """Hand writes to the writer as one transaction; the future is done once they are durable.
+
+        The writes of one commit share it: await it shielded.
+        """
         while len(self._waiting) >= QUEUE:
             await self._room.wait()
         return self._accept(writes)
@@ -97,17 +102,16 @@ class Ledger:
         while len(self._waiting) >= QUEUE:
             await self._room.wait()
         self._awaited.set()
-        await self._accept(writes)
+        await asyncio.shield(self._accept(writes))
 
     def _accept(self, writes: tuple[Write, ...]) -> asyncio.Future[None]:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting
-        if not waiting:
+        if self._next_commit is None:
+            self._next_commit = asyncio.get_running_loop().create_future()
             self._accepted.set()
-        waiting.append((writes, future))
-        if len(waiting) >= QUEUE:
+        self._waiting += writes
+        if len(self._waiting) >= QUEUE:
             self._room.clear()
-        return future
+        return self._next_commit
 
     def commit_now(self, *writes: Write) -> None:
         """Write and fsync in the calling thread; only before `run` and after it ended. Raises `DiskError`."""
@@ -127,9 +131,9 @@ class Ledger:
             self._accepted.clear()
             self._awaited.clear()
             began = asyncio.get_running_loop().time()
-            taken, self._waiting = self._waiting, []
+            writes, self._waiting = self._waiting, []
+            committed, self._next_commit = self._next_commit, None
             self._room.set()
-            writes = [write for group, _ in taken for write in group]
             persisting = asyncio.ensure_future(self._persist(writes))
             try:
                 await asyncio.shield(persisting)
@@ -138,9 +142,8 @@ class Ledger:
                 await asyncio.wait([persisting], timeout=0 if self._failing else END_S)
                 persisting.cancel()
                 raise
-            for _, future in taken:
-                if not future.done():
-                    future.set_result(None)
+            if committed is not None and not committed.done():
+                committed.set_result(None)
 
     async def flush(self) -> None:
         """Everything accepted so far is durable on return."""

@@ -27,7 +27,7 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     def encode(self) -> bytes:
-        return pack(self.model_dump(mode="python"))
+        return pack(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:

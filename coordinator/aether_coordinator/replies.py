@@ -15,7 +15,7 @@ from aether_common.crash import crash_point
 from aether_common.digests import sha256_bytes
 from aether_common.errors import MessageError
 from aether_common.names import Names, parse_reply
-from aether_common.pull import PullLoop
+from aether_common.pull import PullLoop, message_id
 from aether_common.wire import Reason, Reply, ReplyKind
 from loguru import logger
 from nats.aio.msg import Msg
@@ -77,15 +77,15 @@ class ReplyIntake:
         """In the order in which they were taken, which is that of the ledger's commits."""
         while True:
             message, committed = await self._taken.get()
-            if committed is not None:
-                await committed
+            if committed is not None and not committed.done():
+                await asyncio.shield(committed)
             crash_point("reply.before_ack")
             # Lost with the connection: it comes again, is found journaled and counts as a duplicate.
             with contextlib.suppress(nats.errors.Error):
                 await message.ack()
             crash_point("reply.after_ack")
             self._loop.release()
-            self._processed = max(self._processed, message.metadata.sequence.stream)
+            self._processed = max(self._processed, message_id(message)[0])
             self._progress.set()
 
     async def _take(self, message: Msg) -> asyncio.Future[None] | None:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 from aether_common.arrays import pack_floats, pack_tokens, unpack_tokens
@@ -18,7 +19,7 @@ from aether_common.bus import Bus
 from aether_common.crash import crash_point
 from aether_common.errors import EngineError, MessageError
 from aether_common.names import Names, parse_job
-from aether_common.pull import PullLoop
+from aether_common.pull import PullLoop, message_id
 from aether_common.wire import Job, Reason, Reply, ReplyKind
 from loguru import logger
 from nats.aio.msg import Msg
@@ -30,7 +31,6 @@ from aether_worker.loaded import LoadedAdapters
 from aether_worker.replies import Replies
 
 MessageId = tuple[int, str]
-"""Sequence in the stream and time: a stream that was made again counts from one."""
 REMEMBERED = 512
 """Answered jobs whose replies are kept for a coordinator that lost them."""
 HAND_BACK_S = 10.0
@@ -246,24 +246,22 @@ class Lane:
         )
         return self._reply(held, kind, reason=reason, message=str(error)[:2000])
 
-    def _reply(self, held: Held, kind: ReplyKind, **fields: object) -> Reply:
+    def _reply(self, held: Held, kind: ReplyKind, **fields: Any) -> Reply:
         job, now = held.job, time.monotonic()
         started = held.started or now
-        return Reply.model_validate(
-            {
-                "job": job.job,
-                "dispatch": job.dispatch,
-                "worker": self._worker,
-                "incarnation": self._incarnation,
-                "kind": kind,
-                "key": job.key,
-                "seed": job.seed,
-                "version": job.version,
-                "adapter": job.adapter,
-                "wait_ms": (started - held.received) * 1000,
-                "generate_ms": (now - started) * 1000,
-                **fields,
-            }
+        return Reply(
+            job=job.job,
+            dispatch=job.dispatch,
+            worker=self._worker,
+            incarnation=self._incarnation,
+            kind=kind,
+            key=job.key,
+            seed=job.seed,
+            version=job.version,
+            adapter=job.adapter,
+            wait_ms=(started - held.received) * 1000,
+            generate_ms=(now - started) * 1000,
+            **fields,
         )
 
     async def _answer_again(self, message: Msg, answered: MessageId, reply: Reply) -> None:
@@ -310,9 +308,3 @@ class Lane:
                 with suppress(nats.errors.Error):
                     if self._bus.connected.is_set():
                         await held.message.in_progress()
-
-
-def message_id(message: Msg) -> MessageId:
-    """Equal for all deliveries of one stored message."""
-    metadata = message.metadata
-    return metadata.sequence.stream, str(metadata.timestamp)

@@ -22,7 +22,7 @@ TOO_LARGE = 10054
 class Replies:
     def __init__(self, bus: Bus, names: Names) -> None:
         self._bus = bus
-        self._confirmed = Confirmed(bus)
+        self._confirmed = Confirmed(bus, CONFIRM_S)
         self._names = names
 
     async def publish(self, reply: Reply) -> None:
@@ -49,7 +49,7 @@ class Replies:
         if len(payload) > self._bus.client.max_payload:
             return "larger than the server's max_payload", True
         try:
-            await self._confirmed.publish(subject, payload, CONFIRM_S)
+            await self._confirmed.publish(subject, payload)
         except APIError as error:
             return str(error.description or error), error.err_code == TOO_LARGE
         except nats.errors.Error as error:
