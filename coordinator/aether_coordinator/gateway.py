@@ -99,8 +99,8 @@ class Gateway:
         self._on_refused = on_refused
         self._episodes: dict[str, OpenEpisode] = {}
         self._calls = 0
-        self._samplings: dict[Hashable, Sampling] = {}
-        """Checked parameters by what was asked for: most calls of a run ask for the same."""
+        self._samplings: dict[Hashable, tuple[SourceSettings, Sampling]] = {}
+        """Checked parameters by source and what was asked for: most calls of a run ask for the same."""
         self.secret = secrets.token_urlsafe(32)
         self.port = 0
 
@@ -206,15 +206,15 @@ class Gateway:
                 f"the prompt has {prompt_length} tokens, max_model_len is {self._max_model_len}: no room to answer"
             )
         values = {key: value for key, value in given.items() if key not in IGNORED and value is not None}
-        stop = tuple(values.pop("stop_token_ids", ()))
+        stop: tuple[int, ...] = tuple(values.pop("stop_token_ids", ()))
         limit = min(values.pop("max_tokens", source.sampling.max_tokens), room)
-        asked = source.name, limit, stop, *values.items()
-        if (sampling := self._samplings.get(asked)) is None:
-            sampling = self._checked(values, source, limit, self._stop_token_ids.union(stop))
+        asked = id(source), limit, stop, *values.items()
+        if (known := self._samplings.get(asked)) is None:
             if len(self._samplings) >= SAMPLINGS:
                 self._samplings.clear()
-            self._samplings[asked] = sampling
-        return sampling
+            known = source, self._checked(values, source, limit, self._stop_token_ids.union(stop))
+            self._samplings[asked] = known
+        return known[1]
 
     def _checked(self, values: dict[str, Any], source: SourceSettings, limit: int, stop: frozenset[int]) -> Sampling:
         if values.get("top_k") == -1:
@@ -225,7 +225,7 @@ class Gateway:
             first = error.errors()[0]
             raise RequestRefused(f"sampling_params.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         if sampling.shaped() or sampling.temperature != source.sampling.temperature:
-            expected = Sampling(**{**source.sampling.model_dump(), "max_tokens": limit}).model_dump()
+            expected = Sampling.model_validate({**source.sampling.model_dump(), "max_tokens": limit}).model_dump()
             actual = sampling.model_dump()
             for name in ("temperature", *Sampling.NEUTRAL):
                 if actual[name] != expected[name]:
