@@ -333,9 +333,9 @@ class Dispatcher:
         logger.bind(job=reply.job, worker=reply.worker).info(
             "job handed back by {}: {} {}", reply.worker, reply.reason, reply.message
         )
-        self.reassign(turn, counted=counted, reason=str(reply.reason))
         if counted:
-            self.fleet.failed(reply.worker, reply.job, f"{reply.reason} {reply.message}")
+            self.fleet.failed(reply.worker, reply.job, f"{reply.reason} {reply.message}".strip())
+        self.reassign(turn, counted=counted, reason=str(reply.reason))
 
     def lost(self, worker: Worker, jobs: list[str]) -> None:
         """A worker is dead, superseded, revoked or quarantined: its jobs go to others; only death counts."""

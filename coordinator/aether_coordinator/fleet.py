@@ -429,17 +429,18 @@ class Fleet:
     def failed(self, name: str, job: str, reason: str) -> None:
         """A job failed on this worker for a reason that counts; after so many in a row it is quarantined.
 
-        Jobs that it held at that time and that fail as well are the same failure: an engine that
-        dies once takes all of them with it.
+        To be called before the job is reassigned, which may hand it another. Jobs that it held at that time and that
+        fail as well are the same failure: an engine that dies once takes all of them with it.
         """
         worker = self.workers.get(name)
         if worker is None or worker.quarantine:
             return
+        worker.jobs.discard(job)
         if job in worker.excused:
             worker.excused.discard(job)
             return
         worker.failures += 1
-        worker.excused = worker.jobs - {job}
+        worker.excused = set(worker.jobs)
         if worker.failures >= QUARANTINE_AFTER:
             self.quarantine(name, f"{worker.failures} failures in a row, the last: {reason}")
 

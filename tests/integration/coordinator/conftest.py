@@ -63,6 +63,8 @@ class Coordinator:
         self.names: Names = server.names
         self.counters = Counters()
         self.episodes: dict[str, OpenEpisode] = {}
+        self.refused: list[str] = []
+        """Requests that the gateway did not let through."""
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: list[asyncio.Task[tuple[int, Any]]] = []
 
@@ -109,6 +111,7 @@ class Coordinator:
             turn_deadline_s=60,
             stop_token_ids=frozenset({STOP}),
             vocab_size=259,
+            on_refused=self.refused.append,
         )
         self.fleet.load()
         for _, value in self.ledger.scan("dispatches"):
