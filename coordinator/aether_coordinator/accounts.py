@@ -42,6 +42,9 @@ class Websocket:
     client_ca: Path | None = None
     """Whoever connects must show a certificate that this authority signed."""
 
+    def listen(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def tls(self) -> str:
         """The block's encryption, in the words of nats-server."""
         if self.certificate is None:
@@ -111,7 +114,7 @@ jetstream {{ store_dir: "{directory / "jetstream"}", max_mem: 64MB, max_file: {m
 
 # Workers connect here, by WebSocket. A new certificate in the same files serves new connections after kill -HUP.
 websocket {{
-  listen: "{websocket.host}:{websocket.port}"
+  listen: "{websocket.listen()}"
   {websocket.tls()}
   handshake_timeout: "5s"
   compression: false

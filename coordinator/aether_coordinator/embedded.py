@@ -77,6 +77,14 @@ class EmbeddedServer:
             certificate, private_key = self.directory / certificates.SERVER, self.directory / certificates.SERVER_KEY
         return Websocket(self._ports[1], nats.websocket_host, certificate, private_key)
 
+    def _listens(self) -> list[tuple[int, str]]:
+        """(port, address) of everything that this server listens on, as a local program reaches it."""
+        port, websocket_port, monitor_port = self._ports
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
+            self._settings.nats.websocket_host, self._settings.nats.websocket_host
+        )
+        return [(port, "127.0.0.1"), (websocket_port, host), (monitor_port, "127.0.0.1")]
+
     def _choose_ports(self) -> tuple[int, int, int]:
         """Configured ports, else the recorded ones, else free ones (recorded).
 
@@ -116,10 +124,10 @@ class EmbeddedServer:
 
     def refuse_used_ports(self) -> None:
         """Raises `BusError` when another process listens on our ports; after `prepare`."""
-        for port in self._ports:
-            if answers(port):
+        for port, host in self._listens():
+            if answers(port, host):
                 raise BusError(
-                    f"port {port} on 127.0.0.1 is in use by another process: stop it, or set nats.port and "
+                    f"port {port} on {host} is in use by another process: stop it, or set nats.port and "
                     f"nats.websocket_port, or delete {self.directory / 'ports.json'} to take free ones "
                     "(workers then need the new port)"
                 )
@@ -147,7 +155,7 @@ class EmbeddedServer:
         for _ in range(200):
             if self._process.returncode is not None:
                 return False
-            if all(answers(port) for port in self._ports):
+            if all(answers(port, host) for port, host in self._listens()):
                 return True
             await asyncio.sleep(0.05)
         return False
@@ -239,8 +247,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def answers(port: int) -> bool:
-    """Whether a process listens on a port of 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.settimeout(0.2)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def answers(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a process listens on a port of this machine."""
+    try:
+        with socket.create_connection((host, port), timeout=0.2):
+            return True
+    except OSError:
+        return False

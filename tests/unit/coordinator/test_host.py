@@ -66,6 +66,7 @@ def test_own_certificate_and_client_certificates(tmp_path: Path) -> None:
     assert server.websocket_url == "wss://gpu.example.org"
     assert server.ca_file is None
     assert {path.name for path in server.directory.iterdir()} == ALWAYS
+    assert accepted(write_host(tmp_path / "six", "test", **pair, listen="::1"))
     assert f'ca_file: "{tmp_path / "ca.pem"}"; verify: true' in block(server)
     named = write_host(tmp_path / "other", "test", **pair, hosts=["10.0.0.1"])
     assert named.websocket_url == "wss://10.0.0.1:8443"
