@@ -17,6 +17,8 @@ from aiohttp import WSMsgType
 from nats.aio.client import Client
 from nats.aio.transport import WebSocketTransport
 
+from aether_common.parser import Parser
+
 OPEN_S = 10.0
 """Bound of one attempt to open a connection, TLS and WebSocket included."""
 RECONNECT_S = 0.5
@@ -72,6 +74,7 @@ class ResilientClient(Client):
 
     def __init__(self, refused: Callable[[str], Awaitable[None]]) -> None:
         super().__init__()
+        self._ps = Parser(self)  # type: ignore[assignment]
         self._refused = refused
         self.sent_away = False
         """The server closed this connection alone, as it does when a key is revoked: the next attempt tells."""

@@ -26,6 +26,8 @@ from aether_coordinator.streams import Streams
 RETRY_S = 2.0
 GRACE_S = 120.0
 """How long an artefact stays after the last use of its policy, for late readers."""
+CHUNK_BYTES = 512 << 10
+"""Of an object: few messages, and small enough to let jobs pass in between."""
 
 
 class Policies:
@@ -132,7 +134,7 @@ class Policies:
                 return
         except NotFoundError:
             pass
-        meta: Any = _object_meta(digest, description)
+        meta: Any = object_meta(digest, description)
         if isinstance(content, bytes):
             await self._streams.artifacts.put(digest, content, meta=meta)
         else:
@@ -180,7 +182,8 @@ def _digests(record: PolicyRecord) -> set[str]:
     return {record.adapter, *(digest for _, _, digest in record.files)}
 
 
-def _object_meta(name: str, description: str) -> Any:
+def object_meta(name: str, description: str) -> Any:
+    """How an artefact is put into the object store."""
     from nats.js.api import ObjectMeta, ObjectMetaOptions
 
-    return ObjectMeta(name=name, description=description, options=ObjectMetaOptions(max_chunk_size=512 << 10))
+    return ObjectMeta(name=name, description=description, options=ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))

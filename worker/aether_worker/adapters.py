@@ -26,6 +26,7 @@ from aether_worker.artifacts import ArtifactError, Artifacts, backoff
 ATTEMPTS = 3
 """Downloads of one adapter before it is given up; lost connections do not count."""
 MAX_LIST_BYTES = 64 << 10
+FLUSH_BYTES = 32 << 20
 _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
@@ -114,7 +115,7 @@ class AdapterCache:
     async def _download(self, digest: str, directory: Path) -> None:
         listing = bytearray()
 
-        def collect(data: bytes) -> None:
+        async def collect(data: bytes) -> None:
             listing.extend(data)
             if len(listing) > MAX_LIST_BYTES:
                 raise ArtifactError(f"object {digest} is no file list of an adapter: too large")
@@ -128,18 +129,38 @@ class AdapterCache:
             raise ArtifactError(f"object {digest} is no file list of an adapter: {error}") from error
         if sorted(file.name for file in files) != sorted(ADAPTER_FILES):
             raise ArtifactError(f"adapter {digest} must contain exactly {', '.join(ADAPTER_FILES)}")
-        for file in files:
-            await self._download_file(file, directory / file.name)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for file in files:
+                    tasks.create_task(self._download_file(file, directory / file.name))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _download_file(self, file: FileEntry, path: Path) -> None:
         hasher = hashlib.sha256()
-        with path.open("wb") as output:
+        unflushed = 0
+        flushing: asyncio.Task[None] | None = None
+        with path.open("wb", buffering=0) as output:
 
-            def write(data: bytes) -> None:
+            def put(data: bytes) -> None:
                 hasher.update(data)
-                output.write(data)
+                left = memoryview(data)
+                while left:
+                    left = left[output.write(left) :]
 
-            size = await self._artifacts.read(file.sha256, write)
+            async def write(data: bytes) -> None:
+                """Hash and disk in a thread, where they take no time from the jobs; flushed beside the download."""
+                nonlocal unflushed, flushing
+                await _to_the_end(put, data)
+                unflushed += len(data)
+                if unflushed >= FLUSH_BYTES and (flushing is None or flushing.done()):
+                    flushing, unflushed = asyncio.create_task(_to_the_end(os.fdatasync, output.fileno())), 0
+
+            try:
+                size = await self._artifacts.read(file.sha256, write)
+            finally:
+                if flushing is not None:
+                    await flushing
         if size != file.size or hasher.hexdigest() != file.sha256:
             raise ArtifactError(
                 f"{file.name} is corrupt: {size} bytes with SHA-256 {hasher.hexdigest()} "
@@ -165,3 +186,13 @@ class AdapterCache:
             total -= size
         if total > self._budget:
             logger.warning("the adapters in use take {} MiB, more than adapter_cache_mib", total >> 20)
+
+
+async def _to_the_end(work: Callable[..., object], *arguments: object) -> None:
+    """In a thread, also waited for when cancelled: the file must not be closed under it."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
