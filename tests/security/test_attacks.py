@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from security.attempts import all_attempts, breaches
+from security.attempts import all_attempts
+from security.trying import breaches
 from security.world import world
 
 FEWEST = 60

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from aether_coordinator import fleet, loopback, replies
-from security.attempts import all_attempts, breaches
+from security.attempts import all_attempts
+from security.trying import breaches
 from security.world import World, world
 
 EVERYTHING = '{service: "$JS.API.>", response_type: stream, accounts: [WORKERS]}'
