@@ -90,6 +90,11 @@ class NatsServer:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         with (self.directory / "nats-server.log").open("ab") as log:
             self._process = subprocess.Popen(

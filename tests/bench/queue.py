@@ -7,7 +7,11 @@ Gateway side, four processes: load generator (HTTP, keep-alive) → this process
 Bare side, three processes: this process publishes and consumes replies → nats-server → a worker that pulls, replies
 and acknowledges over ws://, and back. Both use the same server, streams, accounts, window, file storage, publish
 confirmations and explicit acknowledgements; the bare loop neither encodes nor records anything, and nobody is
-asked over HTTP. On few cores the load generator's share of the processor counts against the gateway side.
+asked over HTTP. On few cores the load generator's share of the processor counts against the gateway side, and what
+limits both is processor time per job over all processes, which is reported by process.
+
+For comparison, the same loop as nats-py's documentation writes it: `js.publish`, `fetch`, `msg.ack()`. Its fetch can
+stall; then it has no figure.
 """
 
 import sys
@@ -22,17 +26,19 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
+import nats.errors
 from aether_common.bus import Bus
 from aether_common.digests import file_list_bytes, file_list_digest, list_files
 from aether_common.identity import compute_identity
@@ -52,7 +58,9 @@ from aether_coordinator.status import Counters
 from aether_coordinator.streams import REPLIES_CONSUMER, Streams
 from aiohttp import web
 from bench._bench import finish, interleaved, median, print_table
+from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 from nats.js.api import ObjectMeta
 from nats_server import NatsServer
 from tiny_run import toml
@@ -65,10 +73,12 @@ VOCABULARY = 259
 TURNS = 2000
 """Per round."""
 BARE_JOBS = 4000
+NATS_PY_JOBS, NATS_PY_S = 1000, 20.0
+"""Jobs per round, and seconds after which the loop counts as stalled."""
 UNLOADED = 300
 """One in flight, per round."""
 LEASE_S = 30.0
-WORKER, BARE, CALLBACKS = "w1", "bare", "callbacks"
+WORKER, BARE, CALLBACKS, NATS_PY = "w1", "bare", "callbacks", "nats-py"
 GOAL, LATENCY_GOAL = 0.4, 3.0
 
 
@@ -154,13 +164,17 @@ async def send(*, url: str, secret: str, models: list[str], count: int, in_fligh
     latencies: list[float] = []
     waiting = iter(requests)
     loop = asyncio.get_running_loop()
-    started = time.perf_counter()
+    started, spent = time.perf_counter(), time.process_time()
     connected = [
-        await loop.create_connection(lambda: Caller(waiting, latencies), address.hostname, address.port)
+        await loop.create_connection(lambda: Caller(waiting, latencies), address.hostname or "", address.port or 0)
         for _ in range(in_flight)
     ]
     await asyncio.gather(*(caller.done for _, caller in connected))
-    return {"per_s": count / (time.perf_counter() - started), "p50_ms": 1000 * statistics.median(latencies)}
+    return {
+        "per_s": count / (time.perf_counter() - started),
+        "p50_ms": 1000 * statistics.median(latencies),
+        "load generator": (time.process_time() - spent) / count * 1e6,
+    }
 
 
 # ---- the bare loop -------------------------------------------------------------------------------
@@ -197,6 +211,8 @@ async def bare_worker(name: str, directory: Path, url: str) -> None:
     bus = Bus(url, (directory / f"{name}.seed").read_text(), names.inbox(name), name)
     await bus.connect()
     client, confirmations = bus.client, bus.client.new_inbox()
+    if name == NATS_PY:
+        await nats_py_worker(client, names)
     pulls = Pulls(bus, names.next(name), IN_FLIGHT)
     unconfirmed: dict[str, str] = {}
     reply = b"r" * 450
@@ -226,6 +242,27 @@ async def bare_worker(name: str, directory: Path, url: str) -> None:
         await pulls.ask()
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.read)
+
+
+async def nats_py_worker(client: Client, names: Names) -> None:
+    js = client.jetstream()
+    jobs = await js.pull_subscribe_bind(
+        names.consumer(NATS_PY), names.jobs, inbox_prefix=f"{names.inbox(NATS_PY)}.".encode()
+    )
+    # The workers' account has JetStream's request under another name.
+    jobs._nms = names.next(NATS_PY)  # pyright: ignore[reportPrivateUsage]
+    print("ready", flush=True)
+    while True:
+        for message in await fetch(jobs):
+            await js.publish(names.reply(NATS_PY, message.subject.rsplit(".", 1)[-1]), b"r" * 450)
+            await message.ack()
+
+
+async def fetch(subscription: JetStreamContext.PullSubscription) -> list[Msg]:
+    try:
+        return await subscription.fetch(32, timeout=2)
+    except nats.errors.TimeoutError:
+        return []
 
 
 def check(confirmation: Msg) -> None:
@@ -341,6 +378,55 @@ class Callbacks:
             await subscription.unsubscribe()
         await client.flush()
         return {"per_s": count / seconds, "p50_ms": 1000 * statistics.median(latencies)}
+
+
+class NatsPy:
+    """As nats-py's documentation writes it."""
+
+    def __init__(self, bus: Bus, names: Names) -> None:
+        self._bus, self._names = bus, names
+        self._numbers = itertools.count()
+
+    async def run(self, count: int, in_flight: int) -> dict[str, float]:
+        """NaN where it stalls."""
+        js, names = self._bus.client.jetstream(), self._names
+        replies: dict[str, asyncio.Future[None]] = {}
+        subscription = await js.pull_subscribe_bind(REPLIES_CONSUMER, names.replies)
+        payload = os.urandom(4 * PROMPT_TOKENS)
+        latencies: list[float] = []
+        left = count
+
+        async def consume() -> None:
+            while True:
+                for message in await fetch(subscription):
+                    await message.ack()
+                    replies.pop(message.subject.rsplit(".", 1)[-1]).set_result(None)
+
+        async def slot() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                number = str(next(self._numbers))
+                replies[number] = reply = asyncio.get_running_loop().create_future()
+                started = time.perf_counter()
+                await js.publish(names.job(NATS_PY, "train", 0, number), payload)
+                await reply
+                latencies.append(time.perf_counter() - started)
+
+        consuming = asyncio.create_task(consume())
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(NATS_PY_S), asyncio.TaskGroup() as slots:
+                for _ in range(in_flight):
+                    slots.create_task(slot())
+            return {"per_s": count / (time.perf_counter() - began), "p50_ms": 1000 * statistics.median(latencies)}
+        except TimeoutError:
+            return {"per_s": math.nan, "p50_ms": math.nan}
+        finally:
+            await cancel(consuming)
+            await subscription.unsubscribe()
+            for stream in (names.jobs, names.replies):
+                await js.purge_stream(stream)
 
 
 # ---- the product ---------------------------------------------------------------------------------
@@ -466,6 +552,7 @@ class LoadGenerator:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.pid = process.pid
         self._seeds = itertools.count()
 
     async def send(self, url: str, secret: str, models: list[str], count: int, in_flight: int) -> dict[str, float]:
@@ -538,7 +625,7 @@ async def benchmark(directory: Path, rounds: int) -> None:
         await making.wait()
     server = NatsServer(directory / "nats")
     server.directory.mkdir()
-    for worker in (WORKER, BARE, CALLBACKS):
+    for worker in (WORKER, BARE, CALLBACKS, NATS_PY):
         server.add_worker(worker)
     with server:
         bus, bare_bus = server.coordinator_bus(), server.coordinator_bus()
@@ -546,64 +633,109 @@ async def benchmark(directory: Path, rounds: int) -> None:
         await bare_bus.connect()
         product = Product(directory, bus, server.names, model)
         await product.streams.declare()
-        for worker in (BARE, CALLBACKS):
+        for worker in (BARE, CALLBACKS, NATS_PY):
             await product.streams.declare_lane(worker, IN_FLIGHT)
         await product.put_adapter(directory / "adapter")
         worker = [str(Path(sys.executable).parent / "aether-worker"), "run"]
         bare = [*script, "--bare-worker", str(server.directory), server.worker_url]
         async with (
             product.serving(),
-            child(*worker, str(worker_settings(directory, server, model)), log=directory / "worker.log"),
+            child(*worker, str(worker_settings(directory, server, model)), log=directory / "worker.log") as w1,
             child(*bare, BARE, log=directory / "bare.log") as tasks,
             child(*bare, CALLBACKS, log=directory / "callbacks.log") as callbacks,
+            child(*bare, NATS_PY, log=directory / "nats-py.log") as nats_py,
             child(*script, "--load", log=directory / "load.log") as load,
             empty_handler() as empty,
         ):
-            for process in (tasks, callbacks):
+            for process in (tasks, callbacks, nats_py):
                 assert process.stdout is not None
                 await process.stdout.readline()
             async with asyncio.timeout(60):
                 while not any(product.adapter in worker.adapters for worker in product.fleet.workers.values()):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             freeze_heap()
-            await measure(product, bare_bus, LoadGenerator(load), empty, rounds)
+            workers = [process.pid for process in (w1, tasks, callbacks, nats_py)]
+            processes = {"coordinator": [os.getpid()], "worker": workers, "nats-server": [server.pid]}
+            await measure(product, bare_bus, LoadGenerator(load), empty, rounds, Processor(processes))
         await bare_bus.close()
         await bus.close()
 
 
-async def measure(product: Product, bus: Bus, load: LoadGenerator, empty: str, rounds: int) -> None:
+class Processor:
+    """Processor time by process in the loaded part of a round."""
+
+    def __init__(self, processes: dict[str, list[int]]) -> None:
+        self._processes = processes
+
+    def read(self) -> dict[str, float]:
+        """Seconds so far."""
+        return {name: sum(map(processor_s, pids)) for name, pids in self._processes.items()}
+
+    async def of(self, jobs: int, loaded: Awaitable[dict[str, float]]) -> dict[str, float]:
+        """The figures of a run of `jobs`, and microseconds per job by process."""
+        before = self.read()
+        figures = await loaded
+        return {**figures, **{name: (now - before[name]) / jobs * 1e6 for name, now in self.read().items()}}
+
+
+def processor_s(pid: int) -> float:
+    """User and system time of a process, from Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    product: Product, bus: Bus, load: LoadGenerator, empty: str, rounds: int, processor: Processor
+) -> None:
     url, secret = f"http://127.0.0.1:{product.gateway.port}/inference/v1/generate", product.gateway.secret
-    bare, callbacks = Bare(bus, product.names), Callbacks(bus, product.names)
+    bare, callbacks, nats_py = (loop(bus, product.names) for loop in (Bare, Callbacks, NatsPy))
 
     async def through_the_gateway() -> dict[str, float]:
         async with product.taking_replies(), product.episodes(IN_FLIGHT) as models:
             unloaded = await load.send(url, secret, models, UNLOADED, 1)
-            return figures_of(unloaded, await load.send(url, secret, models, TURNS, IN_FLIGHT))
+            loaded = await processor.of(TURNS, load.send(url, secret, models, TURNS, IN_FLIGHT))
+            return figures_of(unloaded, loaded)
 
     async def with_tasks() -> dict[str, float]:
-        return figures_of(await bare.run(UNLOADED, 1), await bare.run(BARE_JOBS, IN_FLIGHT))
+        unloaded = await bare.run(UNLOADED, 1)
+        return figures_of(unloaded, await processor.of(BARE_JOBS, bare.run(BARE_JOBS, IN_FLIGHT)))
 
     async def with_callbacks() -> dict[str, float]:
-        return figures_of(await callbacks.run(UNLOADED, 1), await callbacks.run(BARE_JOBS, IN_FLIGHT))
+        unloaded = await callbacks.run(UNLOADED, 1)
+        return figures_of(unloaded, await processor.of(BARE_JOBS, callbacks.run(BARE_JOBS, IN_FLIGHT)))
+
+    async def as_documented() -> dict[str, float]:
+        unloaded = await nats_py.run(UNLOADED, 1)
+        return figures_of(unloaded, await processor.of(NATS_PY_JOBS, nats_py.run(NATS_PY_JOBS, IN_FLIGHT)))
 
     async def over_http() -> dict[str, float]:
         unloaded = await load.send(empty, "", ["none"], UNLOADED, 1)
-        return figures_of(unloaded, await load.send(empty, "", ["none"], BARE_JOBS, IN_FLIGHT))
+        loaded = await processor.of(BARE_JOBS, load.send(empty, "", ["none"], BARE_JOBS, IN_FLIGHT))
+        return figures_of(unloaded, loaded)
 
     for side in (through_the_gateway, with_tasks):
         await side()
     rounds_of = await interleaved(
-        rounds, gateway=through_the_gateway, bare=with_tasks, callbacks=with_callbacks, http=over_http
+        rounds,
+        gateway=through_the_gateway,
+        bare=with_tasks,
+        callbacks=with_callbacks,
+        http=over_http,
+        nats_py=as_documented,
     )
     medians = {
-        side: {figure: median(values, figure) for figure in ("per_s", "p50_ms", "unloaded_ms")}
-        for side, values in rounds_of.items()
+        side: {figure: median_of_finite(values, figure) for figure in values[0]} for side, values in rounds_of.items()
     }
     report(medians, rounds_of, rounds, product.counters.replies_duplicate)
 
 
 def figures_of(unloaded: dict[str, float], loaded: dict[str, float]) -> dict[str, float]:
     return {**loaded, "unloaded_ms": unloaded["p50_ms"]}
+
+
+def median_of_finite(rounds: list[dict[str, float]], figure: str) -> float:
+    finite = [values for values in rounds if math.isfinite(values[figure])]
+    return median(finite, figure) if finite else math.nan
 
 
 def report(
@@ -614,6 +746,7 @@ def report(
         "bare": "bare loop, a task per job",
         "callbacks": "bare loop, callbacks only",
         "http": "empty HTTP handler",
+        "nats_py": "fetch(32), as documented",
     }
     print(f"{IN_FLIGHT} in flight, {4 * PROMPT_TOKENS} B prompts, medians of {rounds} rounds")
     print_table(
@@ -629,12 +762,23 @@ def report(
             for side, values in medians.items()
         ],
     )
-    gateway, bare, callbacks, http = (medians[side] for side in labels)
+    processes = ("coordinator", "worker", "nats-server", "load generator")
+    processor_us = {
+        side: {name: round(values.get(name, 0.0)) for name in processes} for side, values in medians.items()
+    }
+    print("processor time per job, µs")
+    print_table(
+        ("", *processes, "total"),
+        [(labels[side], *used.values(), sum(used.values())) for side, used in processor_us.items()],
+    )
+    gateway, bare, callbacks, http, nats_py = (medians[side] for side in labels)
+    ratio_nats_py = gateway["per_s"] / nats_py["per_s"]
     ratio = gateway["per_s"] / bare["per_s"]
     limit_ms = LATENCY_GOAL * bare["unloaded_ms"] + http["unloaded_ms"]
     print(
         f"throughput: {ratio:.2f} of the bare loop (goal {GOAL}), "
-        f"{gateway['per_s'] / callbacks['per_s']:.2f} of the one with callbacks only"
+        f"{gateway['per_s'] / callbacks['per_s']:.2f} of the one with callbacks only, "
+        f"{ratio_nats_py:.2f} of the documented one"
     )
     print(f"one in flight: {gateway['unloaded_ms']:.2f} ms (goal {limit_ms:.2f} ms: {LATENCY_GOAL:.0f} × bare + HTTP)")
     finish(
@@ -643,6 +787,9 @@ def report(
         bare_jobs_per_s=round(bare["per_s"], 1),
         callbacks_jobs_per_s=round(callbacks["per_s"], 1),
         http_requests_per_s=round(http["per_s"], 1),
+        nats_py_jobs_per_s=round(nats_py["per_s"], 1) if math.isfinite(ratio_nats_py) else None,
+        ratio_nats_py=round(ratio_nats_py, 4) if math.isfinite(ratio_nats_py) else None,
+        processor_us=processor_us,
         unloaded_ms=round(gateway["unloaded_ms"], 3),
         unloaded_bare_ms=round(bare["unloaded_ms"], 3),
         unloaded_callbacks_ms=round(callbacks["unloaded_ms"], 3),
