@@ -138,6 +138,11 @@ class TinyRun:
             time.sleep(0.2)
         raise AssertionError(f"waited {timeout_s} s for {what}: {self.status()}\n{self.log('coordinator')}")
 
+    @staticmethod
+    def state(status: dict[str, Any], worker: str) -> str | None:
+        """The state of a worker in a status, None if it is not there."""
+        return next((row["state"] for row in status["workers"] if row["name"] == worker), None)
+
     def finish(self, timeout_s: float) -> None:
         """Wait until the coordinator ends by itself, all steps done."""
         status = self.processes["coordinator"].wait(timeout_s)

@@ -343,6 +343,13 @@ class Dispatcher:
             if (turn := self.turns.get(job)) is not None and turn.worker == worker.name:
                 self.reassign(turn, counted=worker.lost, reason=f"worker {worker.name} lost")
 
+    def stalled(self, worker: Worker, jobs: list[str]) -> None:
+        """These jobs make no progress on a worker: they go to others, and it counts as a failure of each."""
+        for job in jobs:
+            if (turn := self.turns.get(job)) is not None and turn.worker == worker.name:
+                self.fleet.failed(worker.name, job, "no progress")
+                self.reassign(turn, counted=True, reason=f"no progress on {worker.name}")
+
     def reassign(self, turn: Turn, *, counted: bool, reason: str) -> None:
         """Take a job from its worker and let it run elsewhere; `counted` failures add up."""
         worker = turn.worker

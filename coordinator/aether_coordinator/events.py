@@ -40,6 +40,7 @@ Event = Literal[
     "left",
     "lost",
     "superseded",
+    "stalled",
     "refused",
     "added",
     "rotated",

@@ -35,6 +35,7 @@ from nats.aio.msg import Msg
 from aether_coordinator.events import Events
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import WorkerRecord
+from aether_coordinator.stall import Progress
 from aether_coordinator.standing import Standing, ban, read_standing
 from aether_coordinator.status import WorkerState, WorkerStatus
 from aether_coordinator.streams import Streams
@@ -65,6 +66,11 @@ class Worker:
     versions: dict[str, str]
     seen: float
     """time.monotonic() of the last message."""
+    progress: Progress
+    registered: float
+    """time.monotonic() of the registration, or of the coordinator's start."""
+    first_reply: float | None = None
+    """Seconds from there to its first good answer."""
     quarantine: str = ""
     """Why it gets no jobs, empty if it does."""
     failures: int = 0
@@ -147,6 +153,9 @@ class Fleet:
         lease_s: float,
         wanted: Callable[[], list[PolicyRef]],
         on_lost: Callable[[Worker, list[str]], None],
+        on_stalled: Callable[[Worker, list[str]], None],
+        stall_s: float,
+        mismatch: Callable[[str], tuple[float, float] | None],
         on_room: Callable[[], None],
         on_bad_message: Callable[[], None],
         ledger: Ledger,
@@ -161,6 +170,9 @@ class Fleet:
         self._lease_s = lease_s
         self._wanted = wanted
         self._on_lost = on_lost
+        self._on_stalled = on_stalled
+        self._stall_s = stall_s
+        self._mismatch = mismatch
         self._on_room = on_room
         self._on_bad_message = on_bad_message
         self._ledger = ledger
@@ -202,7 +214,9 @@ class Fleet:
             slots=record.slots,
             window=record.window,
             versions=record.versions,
-            seen=time.monotonic(),
+            seen=(now := time.monotonic()),
+            progress=Progress(now),
+            registered=now,
             quarantine=self._quarantined.get(record.name, ""),
         )
 
@@ -217,6 +231,7 @@ class Fleet:
             while True:
                 await asyncio.sleep(1.0)
                 self._declare_dead()
+                self._take_stalled()
                 self.events.tick()
 
     def _serve[M: Registration | Heartbeat | Poll](
@@ -281,7 +296,7 @@ class Fleet:
         if known is not None:
             worker.failures, worker.excused = known.failures, known.excused
             if again:
-                worker.jobs = known.jobs
+                worker.jobs, worker.progress, worker.first_reply = known.jobs, known.progress, known.first_reply
         if known is None or known.lost or known.left:
             about = f"{request.engine} engine, {request.slots} slots, {_shown(request.versions)}"
             self.events.record("came_back" if known else "joined", about, name)
@@ -341,6 +356,7 @@ class Fleet:
             return DesiredState(revision=self._revision, unknown=True)
         worker.seen = now
         worker.running = dict(request.running)
+        worker.progress.beat(now, request.running, request.tokens_total, idle=not worker.jobs)
         worker.adapters = set(request.adapters)
         worker.engine_ready = request.engine_ready
         worker.draining = request.draining
@@ -400,6 +416,14 @@ class Fleet:
                 worker.lost = True
                 self._give_up(worker)
 
+    def _take_stalled(self) -> None:
+        """As of its last heartbeat: what this process slept through is no stall of a worker."""
+        for worker in self.workers.values():
+            if worker.trusted and (jobs := worker.progress.stalled(worker.seen, worker.jobs, self._stall_s)):
+                about = f"no progress for {self._stall_s:.0f} s, {len(jobs)} jobs go to others"
+                self.events.record("stalled", about, worker.name, warn=True)
+                self._on_stalled(worker, sorted(jobs))
+
     def _give_up(self, worker: Worker) -> None:
         jobs = sorted(worker.jobs)
         worker.jobs.clear()
@@ -425,6 +449,8 @@ class Fleet:
         if (worker := self.workers.get(name)) is not None:
             worker.failures = 0
             worker.excused.clear()
+            if worker.first_reply is None:
+                worker.first_reply = time.monotonic() - worker.registered
 
     def failed(self, name: str, job: str, reason: str) -> None:
         """A job failed on this worker for a reason that counts; after so many in a row it is quarantined.
@@ -450,6 +476,8 @@ class Fleet:
 
     def quarantine(self, name: str, reason: str) -> None:
         """Give a worker no jobs until the operator releases it; those that it has go to others."""
+        if name in self._quarantined:
+            return
         self._unsaved[name] = reason = reason[:MAX_REASON]
         self.events.record("quarantined", reason, name, warn=True)
         if (worker := self.workers.get(name)) is not None:
@@ -496,6 +524,7 @@ class Fleet:
 
     def status(self) -> list[WorkerStatus]:
         now = time.monotonic()
+        mismatch = {name: self._mismatch(name) or (None, None) for name in self.workers}
         rows = {
             worker.name: WorkerStatus(
                 name=worker.name,
@@ -507,6 +536,10 @@ class Fleet:
                 adapters=len(worker.adapters),
                 last_seen_s=round(now - worker.seen, 1),
                 reason=worker.quarantine,
+                failures=worker.failures,
+                first_reply_s=None if worker.first_reply is None else round(worker.first_reply, 3),
+                mismatch=mismatch[worker.name][0],
+                mismatch_tail=mismatch[worker.name][1],
                 versions=worker.versions,
             )
             for worker in self.workers.values()

@@ -15,6 +15,7 @@ from aether_common.errors import AetherError, BusError, DiskError, RunDirectoryE
 from aether_common.files import make_directory, remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
+from aether_common.pipe import Mismatch
 from aether_common.tls import Tls
 from loguru import logger
 
@@ -33,6 +34,7 @@ from aether_coordinator.host import external_server
 from aether_coordinator.journal import Claims, TurnKey
 from aether_coordinator.keys import Keys
 from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.mismatch import Mismatches, worker_of
 from aether_coordinator.opening import open_run
 from aether_coordinator.ownership import Ownership
 from aether_coordinator.pauses import freeze_heap
@@ -211,12 +213,16 @@ class Coordinator:
             lease_s=LEASE_S,
             wanted=lambda: self._policies.refs(self._schedule.needed_versions()),
             on_lost=self._dispatcher.lost,
+            on_stalled=self._dispatcher.stalled,
+            stall_s=settings.episodes.stall_s,
+            mismatch=lambda worker: self._mismatches.of(worker),
             on_room=self._dispatcher.pump,
             on_bad_message=self._count_bad_message,
             ledger=ledger,
             events=self._events,
             run_root=self._root,
         )
+        self._mismatches = Mismatches(self._fleet.quarantine)
         self._dispatcher.fleet = self._fleet
         self._dispatcher.expected = self._expected
         self._control = Control(
@@ -465,13 +471,14 @@ class Coordinator:
 
     # ---- what the trainer says ---------------------------------------------------------------------
 
-    async def _on_checkpoint(self, step: int, metrics: dict[str, float]) -> None:
+    async def _on_checkpoint(self, step: int, metrics: dict[str, float], mismatch: dict[str, Mismatch]) -> None:
         """Checkpoint `step` (and any before it that was not published yet) is complete."""
         for complete in complete_steps(self._root):
             if self._policies.newest < complete <= step:
                 await self._publish(complete, metrics if complete == step else {})
         if self._batches.next_step > step + 1:
             await self._trainer.announce(step + 1)
+        self._mismatches.add(mismatch, lambda episode: worker_of(self._ledger, episode))
 
     async def _publish(self, version: int, metrics: dict[str, float]) -> None:
         batch = self._batches.records.get(version)

@@ -226,6 +226,8 @@ class EpisodeSettings(Section):
     """Time of one episode without the time its turns waited for a worker."""
     drain_s: float = Field(default=10.0, ge=0)
     """How long a stop waits for running episodes; what is not finished then stays journaled and runs again."""
+    stall_s: float = Field(default=300.0, ge=15)
+    """Seconds without a token after which a job is taken from its worker; how long it takes does not matter."""
     turn_deadline_s: float = Field(default=1800.0, gt=0)
     """Time of one turn, waiting included, before it fails as infrastructure."""
 

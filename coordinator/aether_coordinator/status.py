@@ -31,6 +31,14 @@ class WorkerStatus(_Part):
     """Seconds since the last heartbeat."""
     reason: str = ""
     """Why it is incompatible, quarantined or revoked."""
+    failures: int = 0
+    """Since its last good answer; failures with one cause count once."""
+    first_reply_s: float | None = None
+    """From its registration to its first good answer."""
+    mismatch: float | None = None
+    """How far its logprobs are from the trainer's: mean k3 per token at its smallest lag."""
+    mismatch_tail: float | None = None
+    """The 95th percentile of its episodes' largest k3."""
     versions: dict[str, str] = {}
     """Of its packages, as it says."""
 

@@ -9,7 +9,16 @@ from aether_common.checkpoint import complete_steps
 from aether_common.child import spawn, stop, tail
 from aether_common.errors import DiskError, IdentityError, TrainerError
 from aether_common.identity import ModelIdentity, differences
-from aether_common.pipe import BatchReady, CheckpointWritten, Failed, Progress, Ready, Stop, decode_from_trainer
+from aether_common.pipe import (
+    BatchReady,
+    CheckpointWritten,
+    Failed,
+    Mismatch,
+    Progress,
+    Ready,
+    Stop,
+    decode_from_trainer,
+)
 from loguru import logger
 
 from aether_coordinator.settings import ServerSettings
@@ -23,7 +32,7 @@ class Trainer:
     def __init__(
         self,
         settings: ServerSettings,
-        on_checkpoint: Callable[[int, dict[str, float]], Awaitable[None]],
+        on_checkpoint: Callable[[int, dict[str, float], dict[str, Mismatch]], Awaitable[None]],
         *,
         busy: Callable[[], bool],
     ) -> None:
@@ -91,10 +100,10 @@ class Trainer:
                 if isinstance(message, Ready):
                     self._check_identity(message.identity)
                     self.ready = True
-                    await self._on_checkpoint(message.step, {})
+                    await self._on_checkpoint(message.step, {}, {})
                 elif isinstance(message, CheckpointWritten):
                     self.share = 0.0
-                    await self._on_checkpoint(message.step, message.metrics)
+                    await self._on_checkpoint(message.step, message.metrics, message.mismatch)
                 elif isinstance(message, Progress):
                     self.share = message.share
                 elif isinstance(message, Failed):

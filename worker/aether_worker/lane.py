@@ -25,7 +25,7 @@ from loguru import logger
 from nats.aio.msg import Msg
 from pydantic import ValidationError
 
-from aether_worker.adapters import AdapterError
+from aether_worker.adapter_check import AdapterError
 from aether_worker.engine.base import Engine, EngineUnavailable, Generation, PromptTooLong, Request, UnknownAdapter
 from aether_worker.loaded import LoadedAdapters
 from aether_worker.replies import Replies

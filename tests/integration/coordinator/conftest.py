@@ -93,6 +93,9 @@ class Coordinator:
             lease_s=lease_s,
             wanted=list,
             on_lost=self.dispatcher.lost,
+            on_stalled=self.dispatcher.stalled,
+            stall_s=300.0,
+            mismatch=lambda _: None,
             on_room=self.dispatcher.pump,
             on_bad_message=self._bad,
             ledger=self.ledger,
@@ -245,6 +248,8 @@ class Worker:
         """No heartbeats: the coordinator takes it for dead after a while."""
         self.jobs: asyncio.Queue[Job] = asyncio.Queue()
         self.held: dict[str, tuple[Job, Msg]] = {}
+        self.tokens: dict[str, int] = {}
+        """Generated so far, by job."""
         self.state: DesiredState | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -279,7 +284,8 @@ class Worker:
         heartbeat = Heartbeat(
             worker=self.name,
             incarnation=self.incarnation,
-            running=dict.fromkeys(self.held, 0),
+            running={job: self.tokens.get(job, 0) for job in self.held},
+            tokens_total=sum(self.tokens.values()),
             adapters=self.adapters,
             draining=self.draining,
             clock=time.time(),

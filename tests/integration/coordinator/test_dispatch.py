@@ -141,6 +141,33 @@ async def test_the_jobs_of_a_lost_worker_go_to_others(start_coordinator, start_w
     assert (await silent.beat()).unknown
 
 
+async def test_a_stalled_job_goes_to_another_worker_and_a_slow_one_stays(start_coordinator, start_worker, monkeypatch):
+    run = await start_coordinator()
+    monkeypatch.setattr(run.fleet, "_stall_s", 1.5)
+    first = await start_worker("w1")
+    calls = [run.ask(run.open(index), [5 + index]) for index in range(2)]
+    dead, slow = await first.next(), await first.next()
+    other = await start_worker("w2")
+    first.tokens = {dead.job: 3, slow.job: 0}
+
+    async def generate() -> None:
+        while True:
+            first.tokens[slow.job] += 1
+            await asyncio.sleep(0.3)
+
+    generating = asyncio.create_task(generate())
+    moved = await other.next()
+    assert (moved.job, moved.dispatch) == (dead.job, 1)
+    assert run.dispatcher.turns[dead.job].failures == ["w1"]
+    # The worker is told to stop it; the other job is still its own.
+    await until(lambda: first.state.cancel == [dead.job])
+    assert run.dispatcher.turns[slow.job].worker == "w1"
+    generating.cancel()
+    await first.reply(slow, [6, 2])
+    await other.reply(moved, [7, 2])
+    assert sorted([await run.answer(call) for call in calls]) == [[6, 2], [7, 2]]
+
+
 async def test_a_refused_publish_is_held_and_tried_again(start_coordinator, start_worker, monkeypatch):
     monkeypatch.setattr("aether_coordinator.dispatch.PUBLISH_RETRY_S", 0.05)
     run = await start_coordinator()

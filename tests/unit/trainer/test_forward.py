@@ -118,7 +118,9 @@ def test_a_step_equals_the_loss_computed_naively(
     optimizer = torch.optim.AdamW(policy.weights.values(), lr=0.0)
     settings = make_settings(optimizer={"learning_rate": 0.0})
     shares: list[float] = []
-    result = train_step(policy, optimizer, samples, settings, step=1, updates=0, phases=Phases(), progress=shares.append)
+    result = train_step(
+        policy, optimizer, samples, settings, step=1, updates=0, phases=Phases(), progress=shares.append
+    )
     expected, divergence, count = 0.0, 0.0, 0
     for row in (row for sample in samples if (row := unpack(sample))):
         for ours, theirs, advantage in zip(
