@@ -57,8 +57,8 @@ class Streams:
                 raise ConfigError(
                     f"nats-server has less storage than the streams of run {self._names.run} are promised (here "
                     f"nats.max_storage_mib = {self._storage >> 20}; of an external server max_file in its "
-                    "configuration): raise it; to shrink it, stop the run and delete the server's jetstream directory: what the run "
-                    "needs is put there again"
+                    "configuration): raise it; to shrink it, stop the run and delete the server's jetstream "
+                    "directory: what the run needs is put there again"
                 ) from error
             raise self._refused("streams", error) from error
         except Error as error:
