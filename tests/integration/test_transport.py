@@ -1,6 +1,7 @@
 """The way between a worker and nats-server: TLS, verified names, client certificates, headers, refused keys."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from loguru import logger
 from nats_server import NatsServer, free_port
 
 W1 = "w1"
@@ -61,6 +63,12 @@ async def test_tls_with_the_verified_name(server: NatsServer) -> None:
     bus = bus_to(server)
     await bus.connect()
     assert await works(bus)
+    await bus.close()
+    # What newer versions of Python demand of certificates.
+    bus = bus_to(server)
+    assert bus._context is not None
+    bus._context.verify_flags |= ssl.VERIFY_X509_STRICT
+    await bus.connect()
     await bus.close()
     by_address = bus_to(server, f"wss://127.0.0.1:{server.websocket_port}/with/a/path")
     await by_address.connect()
@@ -178,16 +186,19 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
-async def test_headers_reach_a_proxy_and_are_never_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_proxy_that_ends_tls_gets_its_headers_and_they_are_never_told(tmp_path: Path) -> None:
+    certificates.make_authority(tmp_path, "proxy")
+    certificates.issue(tmp_path, ["localhost"])
+    tls = Tls(tmp_path / "ca.pem")
     with NatsServer(tmp_path / "nats") as server:
         server.add_worker(W1)
         await asyncio.sleep(0.1)
-        async with proxy(server.worker_url, "secret-7") as url:
-            bus = bus_to(server, url, headers={"X-Token": "secret-7"})
+        async with proxy(server.worker_url, "secret-7", tmp_path) as url:
+            bus = bus_to(server, url, tls, {"X-Token": "secret-7"})
             await bus.connect()
             assert await works(bus)
             await bus.close()
-            refused = await why_not(bus_to(server, url, headers={"X-Token": "secret-8"}))
+            refused = await why_not(bus_to(server, url, tls, {"X-Token": "secret-8"}))
             assert "answers HTTP 403 instead of opening a WebSocket: the proxy wants other [headers]" in refused
             assert "secret" not in refused
 
@@ -271,11 +282,7 @@ async def test_a_reconnect_survives_what_nats_py_does_not_expect(server: NatsSer
     await bus.close()
 
 
-async def test_a_server_that_comes_back_with_an_expired_certificate_is_told(
-    server: NatsServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    from loguru import logger
-
+async def test_a_server_that_comes_back_with_an_expired_certificate_is_told(server: NatsServer) -> None:
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(str(message)), level="WARNING", format="{message}")
     bus = bus_to(server)
@@ -301,8 +308,10 @@ async def test_a_server_that_comes_back_with_an_expired_certificate_is_told(
 
 
 @asynccontextmanager
-async def proxy(upstream: str, token: str) -> AsyncGenerator[str]:
-    """The URL of a WebSocket proxy on loopback that demands a header."""
+async def proxy(upstream: str, token: str, certificate: Path) -> AsyncGenerator[str]:
+    """The URL of a proxy that ends TLS and demands a header."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate / "server.pem", certificate / "server.key")
 
     async def relay(request: web.Request) -> web.StreamResponse:
         if request.headers.get("X-Token") != token:
@@ -323,8 +332,8 @@ async def proxy(upstream: str, token: str) -> AsyncGenerator[str]:
     app.router.add_get("/nats", relay)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"ws://127.0.0.1:{runner.addresses[0][1]}/nats"
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    yield f"wss://127.0.0.1:{runner.addresses[0][1]}/nats"
     await runner.cleanup()
 
 
