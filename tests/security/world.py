@@ -125,8 +125,6 @@ class World:
         inbox = f"{self.inbox(worker)}.reg"
         answer = await client.request(self.names.fleet("reg", worker), request.encode(), inbox=inbox)
         assert answer is not None and RegistrationAnswer.decode(answer.data).accepted
-        # No heartbeats are needed while the attempts last.
-        self.coordinator.fleet.workers[worker].seen = time.monotonic() + NEVER_S
 
     async def register(self, window: int) -> None:
         await self._register(self.hostile, HOSTILE, window)
@@ -321,6 +319,8 @@ def reply_for(job: Job, /, **changes: Any) -> Reply:
 async def world(root: Path, *, limited: bool = False, **options: Any) -> AsyncGenerator[World]:
     """A world under attack. Unless `limited`, no attempt is dropped for being one too many in a second."""
     with pytest.MonkeyPatch.context() as patch:
+        # Nobody beats, and the polls are held, for as long as the attempts take.
+        patch.setattr(fleet, "DEAD_S", NEVER_S)
         patch.setattr(fleet, "POLL_S", NEVER_S)
         if not limited:
             patch.setattr(fleet, "RATES", dict.fromkeys(fleet.RATES, (1e9, 1e9)))
