@@ -90,14 +90,12 @@ class World:
             for index in range(jobs):
                 self.coordinator.ask(episode, [1, 2, number, index])
             await self.coordinator.pending_until(lambda pending, count=2 + number: len(pending) == count)
-        # Of each victim one job is held and one waits on the lane; neither has room for another.
-        await streams.js.publish(names.job(VICTIMS[1], "train", 3, "undelivered"), b"not for you")
+        # Each victim holds a job; another of the first waits on its lane, and a pull of the second. None has room.
         for worker, victim in self.victims.items():
             inbox = self.inbox(worker)
             await victim.publish(names.next(worker), b'{"batch":1,"no_wait":true}', reply=f"{inbox}.job")
             assert await victim.until(lambda victim=victim: victim.messages)
             self.held[worker] = victim.messages[0]
-            # A pull and the polls wait all the time.
             if worker == VICTIMS[1]:
                 pull = {"batch": 8, "expires": int(NEVER_S * 1e9)}
                 await victim.publish(names.next(worker), json.dumps(pull).encode(), reply=f"{inbox}.pull")
