@@ -165,7 +165,7 @@ def acknowledgements(world: World) -> Iterator[Attempt]:
         # On the own consumer, where it is permitted, with the sequences of other lanes' jobs.
         yield Attempt(
             "acknowledge", f"{what}: another's sequence on the own lane", IGNORED,
-            guessing(lambda n, time: f"$JS.ACK.{names.jobs}.{own}.1.{1 + n % 4}.{1000 + n}.{time}.0", verb),
+            guessing(lambda n, time: f"$JS.ACK.{names.jobs}.{own}.1.{1 + n % 3}.{1000 + n}.{time}.0", verb),
             OWN_LANE,
         )  # fmt: skip
         yield Attempt(
