@@ -167,6 +167,11 @@ class Bus:
             return "no answer"
         return explain(error, self._url, self._tls) or str(error) or type(error).__name__
 
+    @property
+    def last_error(self) -> str:
+        """What the server or the connection complained about last, empty if nothing."""
+        return str(self._last_error or "")
+
     def refusal(self) -> AuthorizationError:
         remedy = "make one with `aether-coordinator worker add`"
         if urlsplit(self._url).scheme in COORDINATOR_SCHEMES:

@@ -183,6 +183,8 @@ class Registration(Message):
     max_model_len: int = Field(ge=1)
     versions: dict[Short, Short] = Field(default={}, max_length=32)
     """Package versions, for people."""
+    check_only: bool = False
+    """Only asks whether it would be accepted; nothing is registered."""
 
 
 class RegistrationAnswer(Message):
@@ -192,6 +194,8 @@ class RegistrationAnswer(Message):
     heartbeat_s: float = 5.0
     lease_s: float = 30.0
     """ack_wait of the lane: extend a job's lease well within it."""
+    clock: float = 0.0
+    """Unix time of the coordinator, seconds."""
     state: "DesiredState | None" = None
 
 

@@ -274,7 +274,11 @@ class Fleet:
 
     async def _register(self, request: Registration) -> RegistrationAnswer:
         name = request.worker
-        if reason := self._objection(request):
+        reason = self._objection(request)
+        if request.check_only:
+            protocol = min(PROTOCOL, request.protocol_max)
+            return RegistrationAnswer(accepted=not reason, reason=reason, protocol=protocol, clock=time.time())
+        if reason:
             return self._refuse(name, reason)
         await self._streams.declare_lane(name, request.window)
         record = WorkerRecord(

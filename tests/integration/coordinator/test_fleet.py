@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from aether_common.wire import Heartbeat, Poll, Reason, Registration, RegistrationAnswer
+from aether_common.wire import PROTOCOL, Heartbeat, Poll, Reason, Registration, RegistrationAnswer
 from aether_coordinator import fleet as fleet_module
 from aether_coordinator.events import read_events
 from aether_coordinator.standing import ban, lift, read_standing
@@ -246,6 +246,36 @@ async def test_a_silly_registration_is_refused_and_never_declared(start_coordina
     lane = await run.streams.js.consumer_info(run.names.jobs, "w-w1")
     assert lane.config.max_ack_pending == 4
     assert shown(run, "w1").state == "connected"  # The one before goes on.
+
+
+async def test_a_check_is_answered_and_registers_nothing(start_coordinator, start_worker):
+    run = await start_coordinator()
+    worker = await start_worker("w1")
+
+    async def asked(**change: object) -> RegistrationAnswer:
+        answer = await request(worker, "reg", registration("w1", check_only=True, incarnation="9", **change))
+        return RegistrationAnswer.decode(answer)
+
+    answer = await asked()
+    assert answer.accepted and abs(answer.clock - time.time()) < 5
+    assert "it speaks protocol 9..9" in (await asked(protocol_min=9, protocol_max=9)).reason
+    assert "dtype" in (await asked(identity=IDENTITY.model_copy(update={"dtype": "bfloat16"}))).reason
+    assert run.fleet.workers["w1"].incarnation == "1" and ("refused", "w1") not in events(run)
+
+
+async def test_two_adjacent_protocols_serve_in_one_run(start_coordinator, start_worker, monkeypatch):
+    """A coordinator of the next release, which still takes this one's: each worker is told what to speak."""
+    monkeypatch.setattr(fleet_module, "PROTOCOL", PROTOCOL + 1)
+    run = await start_coordinator()
+    old, new = await start_worker("w1"), await start_worker("w2")
+    for worker, newest in ((old, PROTOCOL), (new, PROTOCOL + 1)):
+        sent = registration(worker.name, protocol_min=PROTOCOL, protocol_max=newest)
+        answer = RegistrationAnswer.decode(await request(worker, "reg", sent))
+        assert answer.accepted and answer.protocol == newest
+    monkeypatch.setattr(fleet_module, "PROTOCOL_MIN", PROTOCOL + 1)
+    answer = RegistrationAnswer.decode(await request(old, "reg", registration("w1")))
+    assert not answer.accepted and f"it speaks protocol {PROTOCOL}..{PROTOCOL}" in answer.reason
+    assert run.fleet.refused.keys() == {"w1"}
 
 
 async def test_what_is_too_long_is_a_bad_message(start_coordinator, start_worker):
