@@ -1,7 +1,8 @@
 """The pull loop: messages of one durable consumer by credit, on raw next-message requests.
 
-Never more than `window` messages are requested or in hand. A request is renewed at half credit, on
-a status message, after two missed heartbeats and on reconnect; nothing else makes the server send.
+Never more than `window` messages are requested or in hand. What was given back is asked for again in eighths of the
+window, without waiting for the answer to earlier requests (over a long way that would leave slots idle), and all of it
+when nothing is outstanding: on a status message, after two missed heartbeats and on reconnect.
 `fetch()` of nats-py is not used: outstanding across a server restart it runs to its full time-out.
 """
 
@@ -22,7 +23,8 @@ EXPIRES_S = 25.0
 HEARTBEAT_S = 5.0
 MAX_BYTES = 32 << 20
 RETRY_S = 0.5
-_REQUESTS = 2
+_REQUESTS = 8
+"""Outstanding at most; the consumer takes 16."""
 _AS_ASKED = ("404", "408")
 """A request ends with one of these when nothing came, or not all, until it expired."""
 _COMPLETED = "batch completed"
@@ -93,9 +95,9 @@ class PullLoop:
                 await subscription.unsubscribe()
 
     def _due(self) -> int:
-        """How many messages to ask for now: nothing before half of the window is free."""
+        """How many messages to ask for now."""
         free = self._window - self._in_hand - self._requested
-        if self._paused or free <= 0 or (self._requested and free < (self._window + 1) // 2):
+        if self._paused or free <= 0 or (self._requested and free < self._window // _REQUESTS):
             return 0
         return free if len(self._requests) < _REQUESTS else 0
 

@@ -221,7 +221,7 @@ class Streams:
         return True
 
     async def declare_lane(self, worker: str, window: int) -> None:
-        """The durable consumer of a worker: its own lane, at most `window` unacknowledged jobs."""
+        """The durable consumer of a worker: its own lane, `window` jobs and as many whose replies are on their way."""
         await self._consumer(
             self._names.jobs,
             ConsumerConfig(
@@ -231,7 +231,7 @@ class Streams:
                 ack_policy=AckPolicy.EXPLICIT,
                 ack_wait=self._lease_s,
                 max_deliver=-1,
-                max_ack_pending=window,
+                max_ack_pending=2 * window,
                 max_waiting=16,
             ),
         )

@@ -12,7 +12,9 @@ the same proxy, which goes over plain TCP with the coordinator's account: a work
 import sys
 from pathlib import Path
 
-sys.path.remove(str(Path(__file__).parent))
+# This folder would hide the standard library's `queue`.
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse

@@ -165,8 +165,12 @@ class Lane:
             held.task = self._tasks.create_task(self._hold(held))
 
     async def _hold(self, held: Held) -> None:
+        in_hand = True
         try:
             reply = await self._answer(held)
+            # Its slot is free: the next job is asked for while the reply is on its way.
+            self._pull.release()
+            in_hand = False
             crash_point("worker.before_reply")
             await self._replies.publish(reply)
             crash_point("worker.before_ack")
@@ -187,7 +191,8 @@ class Lane:
             del self._held[held.job.job]
             if not self._held:
                 self._empty.set()
-            self._pull.release()
+            if in_hand:
+                self._pull.release()
 
     async def _answer(self, held: Held) -> Reply:
         """Generate, or say why not. Only the end of the worker cancels it."""

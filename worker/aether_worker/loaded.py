@@ -4,9 +4,10 @@ An adapter in use is never unloaded, and its files stay in the cache as long as 
 """
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from aether_common.errors import EngineError
@@ -20,6 +21,8 @@ from aether_worker.engine.base import Engine
 IDLE_S = 60.0
 """An adapter that nobody wants any more is unloaded so long after its last use."""
 PREFETCH_RETRY_S = 5.0
+JITTER_S = 1.0
+"""At most so long after its announcement the fetching of a policy begins, at once when a job needs it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +36,11 @@ class _Entry:
 class LoadedAdapters:
     """The engine's adapters by digest."""
 
-    def __init__(self, engine: Engine, cache: AdapterCache, idle_s: float = IDLE_S) -> None:
+    def __init__(self, engine: Engine, cache: AdapterCache, idle_s: float = IDLE_S, jitter_s: float = JITTER_S) -> None:
         self._engine = engine
         self._cache = cache
         self._idle_s = idle_s
+        self._jitter_s = jitter_s
         self._entries: dict[str, _Entry] = {}
         self._desired: Sequence[PolicyRef] = ()
         self._news = asyncio.Event()
@@ -80,8 +84,17 @@ class LoadedAdapters:
             except TimeoutError:
                 continue
 
+    async def _jitter(self) -> None:
+        """Let not the whole fleet fetch a new policy in the same instant. The first ones come at once."""
+        fresh = any(policy.adapter not in self.digests for policy in self._desired)
+        if fresh and self.digests:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(random.uniform(0, self._jitter_s)):
+                    await self._news.wait()
+
     async def _prefetch(self) -> bool:
         complete = True
+        await self._jitter()
         for policy in list(self._desired):
             if self._news.is_set():
                 return True

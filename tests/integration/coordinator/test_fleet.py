@@ -244,7 +244,7 @@ async def test_a_silly_registration_is_refused_and_never_declared(start_coordina
     assert not answer.accepted and reason in answer.reason and len(answer.reason) <= 1000
     assert ("refused", "w1") in events(run)
     lane = await run.streams.js.consumer_info(run.names.jobs, "w-w1")
-    assert lane.config.max_ack_pending == 4
+    assert lane.config.max_ack_pending == 8
     assert shown(run, "w1").state == "connected"  # The one before goes on.
 
 

@@ -263,3 +263,24 @@ async def test_typed_failures(setup: Setup) -> None:
         (reply,) = await setup.coordinator.next_replies(1)
         assert (reply.kind, reply.reason, reply.message) == (ReplyKind.RETURNED, Reason.ENGINE, str(error))
     assert lane.engine_failed.is_set()
+
+
+async def test_a_slot_does_not_wait_for_the_confirmation_of_a_reply(setup: Setup) -> None:
+    engine = Counting()
+    lane = setup.lane(engine, slots=1, prefetch=0)
+    publish, stored = lane._replies.publish, asyncio.Event()
+
+    async def far_away(reply: Any) -> None:
+        await stored.wait()
+        await publish(reply)
+
+    lane._replies.publish = far_away  # type: ignore[method-assign]
+    jobs = await setup.publish(3)
+    await until(lambda: engine.asked == jobs)
+    # Their jobs are held until the replies are stored.
+    assert (await setup.coordinator.pending()) == (3, 0)
+    assert sorted(lane.running) == sorted(jobs)
+    stored.set()
+    assert sorted(reply.job for reply in await setup.coordinator.next_replies(3)) == sorted(jobs)
+    await setup.acknowledged()
+    assert lane.running == {}
