@@ -18,56 +18,108 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 REFUSED_VLLM_FLAGS = (
     "--api-key",
+    "--api-server-count",
+    "--code-revision",
     "--config",
+    "--config-format",
+    "--convert",
+    "--data-parallel-external-lb",
+    "--data-parallel-hybrid-lb",
+    "--data-parallel-multi-port-external-lb",
+    "--default-mm-loras",
+    "--device-memory-utilization",
+    "--diffusion-config",
+    "--disable-sliding-window",
     "--dtype",
+    "--enable-force-include-usage",
     "--enable-lora",
+    "--enable-mamba-cache-stochastic-rounding",
     "--enable-prefix-caching",
     "--enable-scale-out",
     "--generation-config",
     "--gpu-memory-utilization",
+    "--grpc",
     "--headless",
+    "--hf-config-path",
     "--hf-overrides",
     "--host",
     "--kv-cache-dtype",
+    "--kv-cache-dtype-skip-layers",
     "--load-format",
     "--logits-processors",
     "--logprobs-mode",
     "--lora-dtype",
     "--lora-modules",
+    "--lora-target-modules",
+    "--mamba-cache-dtype",
+    "--mamba-ssm-cache-dtype",
     "--max-cpu-loras",
     "--max-logprobs",
     "--max-lora-rank",
     "--max-loras",
     "--max-model-len",
     "--max-num-seqs",
+    "--middleware",
     "--model",
-    "--no-enable-prefix-caching",
+    "--model-class-overrides",
     "--override-generation-config",
     "--port",
     "--quantization",
+    "--quantization-config",
+    "--reasoning-config",
     "--revision",
     "--root-path",
+    "--runner",
+    "--scheduler-cls",
+    "--seed",
     "--served-model-name",
+    "--spec-method",
+    "--spec-model",
+    "--spec-tokens",
     "--speculative-config",
     "--ssl-certfile",
     "--ssl-keyfile",
     "--stream-interval",
     "--tensor-parallel-size",
+    "--tokenizer",
+    "--tokenizer-revision",
     "--uds",
+    "--watermark-config",
+    "--weight-transfer-config",
+    "--worker-cls",
+    "--worker-extension-cls",
+    "-asc",
+    "-dc",
+    "-dpe",
+    "-dph",
+    "-dpm",
     "-q",
+    "-sc",
     "-tp",
 )
-"""What the settings or the contract decide: identity, distribution sampled from, logprobs, address."""
+"""What the settings or the contract decide: identity, distribution sampled from, logprobs, LoRA, address."""
+HARMLESS_VLLM_FLAGS = ("--watermark", "-dp")
+"""Flags of their own that read like the beginning of a refused one."""
 
 
 def refused_flag(argument: str) -> str | None:
-    """The refused flag that an argument of vLLM sets, also abbreviated or with a dotted key; None if it may pass."""
+    """The refused flag that an argument of vLLM sets, in any spelling that its parser takes; None if it may pass.
+
+    That is: abbreviated, negated (`--no-…`), with a dotted key, or a value attached (`-qfp8`).
+    """
     flag = argument.partition("=")[0].partition(".")[0].replace("_", "-")
-    if flag in REFUSED_VLLM_FLAGS:
-        return flag
-    if len(flag) > 4 and flag.startswith("--"):
-        return next((refused for refused in REFUSED_VLLM_FLAGS if refused.startswith(flag)), None)
-    return None
+    if flag in HARMLESS_VLLM_FLAGS:
+        return None
+    if not flag.startswith("--"):
+        if flag.startswith("-q"):
+            return "-q"
+        return next((refused for refused in REFUSED_VLLM_FLAGS if len(flag) > 1 and refused.startswith(flag)), None)
+    long = "--" + flag.removeprefix("--").removeprefix("no-")
+    if len(long) < 3:
+        return None
+    if long in REFUSED_VLLM_FLAGS:
+        return long
+    return next((refused for refused in REFUSED_VLLM_FLAGS if refused.startswith(long)), None)
 
 
 OWN_HEADERS = {"host", "connection", "upgrade", "content-length", "transfer-encoding"}

@@ -1,5 +1,6 @@
 """Mistakes in `worker.toml` are told with file, key, value and remedy."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,10 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ('vllm.extra_args=["--speculative_config.method=ngram"]', r"sets --speculative-config, which is set"),
         ('vllm.extra_args=["--quantiz", "fp8"]', r"'--quantiz' sets --quantization, which is set by the worker"),
         ('vllm.extra_args=["-q=fp8"]', r"'-q=fp8' sets -q, which is set by the worker"),
+        ('vllm.extra_args=["-sc.method=ngram"]', r"sets -sc, which is set by the worker"),
+        ('vllm.extra_args=["-qfp8"]', r"'-qfp8' sets -q, which is set by the worker"),
+        ('vllm.extra_args=["--dt", "float16"]', r"'--dt' sets --dtype, which is set by the worker"),
+        ('vllm.extra_args=["--no-enable_lora"]', r"sets --enable-lora, which is set by the worker"),
         ("vllm.max_lora_rank=513", r"vllm.max_lora_rank = 513"),
         ('vllm.extra_args=["--kv_cache_dtype=fp8"]', r"'--kv_cache_dtype=fp8' sets --kv-cache-dtype, which"),
         ("null.tokens=[]", r"null.tokens: .*at least 1 item"),
@@ -71,6 +76,12 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_mistakes(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, overrides=[override])
+
+
+def test_what_only_looks_like_a_refused_flag_of_vllm_passes(tmp_path: Path) -> None:
+    arguments = ["--watermark=0.1", "-dp", "2", "--max-num-batched-tokens", "-1", "--enforce-eager", "-O3"]
+    settings = load(tmp_path, overrides=[f"vllm.extra_args={json.dumps(arguments)}"])
+    assert settings.vllm.extra_args == arguments
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
