@@ -1,11 +1,14 @@
 """The vLLM engine against a small HTTP child that the same code starts (real vLLM has its own tests)."""
 
 import asyncio
+import errno
 import json
 import os
 import pickle
+import shutil
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,14 @@ from aether_common.wire import Sampling
 from aether_worker.engine import vllm_server
 from aether_worker.engine.base import EngineError, EngineUnavailable, PromptTooLong, Request, UnknownAdapter
 from aether_worker.engine.vllm_engine import VllmEngine, checked, events, read_event
-from aether_worker.engine.vllm_server import rotate
+from aether_worker.engine.vllm_server import arguments, rotate
 from aether_worker.settings import VllmSettings, WorkerSettings
+from loguru import logger
 
 A = "a" * 64
 
 FAKE = """#!{python}
-import asyncio, json, os, sys
+import asyncio, json, os, signal, sys
 from pathlib import Path
 from aiohttp import web
 
@@ -43,6 +47,8 @@ def record(path, body):
         file.write(json.dumps([path, body]) + "\\n")
 
 async def health(request):
+    while (state / "hung").exists():
+        await asyncio.sleep(0.02)
     return web.Response()
 
 async def load(request):
@@ -85,13 +91,17 @@ async def generate(request):
     await response.write(b"data: [DONE]\\n\\n")
     return response
 
+stubborn = (state / "stubborn").exists()
+if stubborn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 app = web.Application()
 app.router.add_get("/health", health)
 app.router.add_post("/v1/load_lora_adapter", load)
 app.router.add_post("/v1/unload_lora_adapter", unload)
 app.router.add_post("/inference/v1/abort_requests", abort)
 app.router.add_post("/inference/v1/generate", generate)
-web.run_app(app, host="127.0.0.1", port=int(arguments[arguments.index("--port") + 1]), print=None, shutdown_timeout=0.1)
+port = int(arguments[arguments.index("--port") + 1])
+web.run_app(app, host="127.0.0.1", port=port, print=None, shutdown_timeout=0.1, handle_signals=not stubborn)
 """
 
 
@@ -177,9 +187,7 @@ async def test_flags_environment_and_a_request(fake: Fake, engine: VllmEngine) -
 async def test_its_death_fails_the_request_and_it_comes_back_with_its_adapters(fake: Fake, engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match="does not answer"):
         await engine.generate(request(666), lambda _: None)
-    async with asyncio.timeout(20):
-        while not await engine.health():  # noqa: ASYNC110 - it is another process
-            await asyncio.sleep(0.05)
+    await until_healthy(engine)
     assert (await engine.generate(request(3), lambda _: None)).tokens == [5, 2]
     assert len(fake.lines("starts")) == 2
     # Loading again what is there already is no failure.
@@ -280,6 +288,114 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_requests_that_a_recycling_cuts_off_are_no_failures(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "RECYCLE_S", 0.2)
+    vllm = fake.settings.vllm.model_copy(update={"max_memory_gib": 1e-6})
+    engine = VllmEngine(fake.settings.model_copy(update={"vllm": vllm}), fake.directory)
+    await engine.start()
+    await engine.load_adapter(4, A, fake.adapter)
+    with pytest.raises(EngineUnavailable, match="started again for its memory"):
+        await engine.generate(request(888), lambda _: None)
+    await engine.stop()
+
+
+async def test_a_server_that_hangs_is_started_again(
+    fake: Fake, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(vllm_server, "SILENT_S", 0.3)
+    monkeypatch.setattr(vllm_server, "HEALTH_S", 0.5)
+    (fake.directory / "hung").touch()
+    await until(lambda: len(fake.lines("starts")) == 2)
+    (fake.directory / "hung").unlink()
+    await until_healthy(engine)
+    assert any("has not answered /health" in line for line in said)
+    assert (await engine.generate(request(3), lambda _: None)).tokens == [5, 2]
+    assert not alive(fake.lines("starts")[0]["pid"])
+
+
+async def test_a_server_whose_requests_get_no_token_is_started_again(
+    fake: Fake, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(vllm_server, "STALLED_S", 0.3)
+    with pytest.raises(EngineError, match=r"does not answer|broke off"):
+        await engine.generate(request(777), lambda _: None)
+    await until_healthy(engine)
+    assert len(fake.lines("starts")) == 2
+    assert any("no request got a token" in line for line in said)
+    # Without requests there is nothing to wait for.
+    await asyncio.sleep(1)
+    assert await engine.health()
+
+
+async def test_nothing_is_left_when_the_guard_is_killed(fake: Fake) -> None:
+    (fake.directory / "stubborn").touch()
+    engine = VllmEngine(fake.settings, fake.directory)
+    await engine.start()
+    child = fake.lines("starts")[0]["pid"]
+    (fake.directory / "stubborn").unlink()
+    os.kill(int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+    await until(lambda: len(fake.lines("starts")) == 2)
+    assert not alive(child)
+    await engine.stop()
+
+
+async def test_what_the_system_refuses_ends_no_supervision(
+    fake: Fake, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        monkeypatch.undo()
+        monkeypatch.setattr(vllm_server, "RESTART_S", (0.05, 0.2))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(vllm_server.asyncio, "create_subprocess_exec", refuse)
+    shutil.rmtree(fake.directory / "logs")
+    await asyncio.sleep(0.2)
+    os.kill(fake.lines("starts")[0]["pid"], signal.SIGKILL)
+    await until(lambda: len(fake.lines("starts")) == 2)
+    await until_healthy(engine)
+    assert any("vLLM cannot be started: [Errno 28] No space left" in line for line in said)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)))
+    yield lines
+    logger.remove(sink)
+
+
+async def until_healthy(engine: VllmEngine) -> None:
+    async with asyncio.timeout(20):
+        while not await engine.health():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.05)
+
+
+def test_every_server_draws_other_numbers(fake: Fake) -> None:
+    def seed() -> int:
+        flags = arguments(fake.settings, fake.directory, 1)
+        return int(flags[flags.index("--seed") + 1])
+
+    assert len({seed() for _ in range(4)}) == 4
+
+
+def test_a_log_that_cannot_be_kept_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = tmp_path / "vllm.log"
+    rotate(log)
+    log.write_bytes(b"12345")
+    rotate(log, above=5)
+    assert log.read_bytes() == b"12345"
+    monkeypatch.setattr(vllm_server, "LOG_BYTES", 3)
+    rotate(log, above=4)
+    assert (log.read_bytes(), (tmp_path / "vllm.1.log").read_bytes()) == (b"", b"345")
+    log.write_bytes(b"67")
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    rotate(log)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"vllm.log": "", "vllm.2.log": "345"}
+
+
 def test_logs_are_rotated(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     with log.open("ab", buffering=0) as server:
@@ -303,6 +419,7 @@ def test_logs_are_rotated(tmp_path: Path) -> None:
         ({"finish_reason": "abort"}, "finish_reason 'abort'"),
         ({"token_ids": [5]}, "1 tokens, but logprobs"),
         ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}]}}, "-9999"),
+        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": float("nan")}]}}, "nan"),
         ({"logprobs": None}, "cannot be read"),
     ],
 )

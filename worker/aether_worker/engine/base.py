@@ -37,7 +37,7 @@ class UnknownAdapter(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is starting: the job was not begun, and no other job failed."""
+    """The engine is starting, or was started again on purpose: no failure of the job or of this worker."""
 
 
 @dataclass(frozen=True, slots=True)

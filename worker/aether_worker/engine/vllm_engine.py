@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
@@ -133,6 +134,7 @@ class VllmEngine(Engine):
                 raise EngineError(f"vLLM answers {response.status}: {await response.text()}")
             async for event in events(response.content):
                 reason = read_event(event, tokens, logprobs) or reason
+                self._server.progressed()
                 on_progress(len(tokens))
         return checked(tokens, logprobs, reason)
 
@@ -170,11 +172,15 @@ def read_event(event: Any, tokens: list[int], logprobs: list[float]) -> str | No
         raise EngineError(f"vLLM's answer cannot be read ({error!r}): {str(event)[:500]}") from error
 
 
+def is_logprob(value: float) -> bool:
+    return math.isfinite(value) and value > MISSING_LOGPROB
+
+
 def checked(tokens: list[int], logprobs: list[float], reason: str | None) -> Generation:
     """The whole completion. Raises `EngineError` for everything incomplete."""
     if reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended the request with finish_reason {reason!r}")
-    if not tokens or len(tokens) != len(logprobs) or any(value <= MISSING_LOGPROB for value in logprobs):
+    if not tokens or len(tokens) != len(logprobs) or not all(map(is_logprob, logprobs)):
         raise EngineError(f"vLLM's answer has {len(tokens)} tokens, but logprobs {str(logprobs)[:200]}")
     finish: FinishReason = reason
     return Generation(tokens, logprobs, finish)

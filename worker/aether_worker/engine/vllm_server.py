@@ -1,18 +1,21 @@
 """The vLLM server of a worker: a supervised child on loopback.
 
-It never outlives this process (see `guard`). When it ends it is started again with backoff; above a memory
-limit it is recycled once the requests in flight are done. Its log lies in the state directory, rotated.
+It never outlives this process (see `guard`). When it ends or hangs it is started again with backoff; above a
+memory limit it is recycled once the requests in flight are done. Its log lies in the state directory, rotated.
+Nothing ends the supervision but `stop`.
 """
 
 import asyncio
 import itertools
 import os
 import random
+import secrets
 import shutil
+import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +37,13 @@ STEADY_S = 60.0
 """A server that ran so long before it ended is started again without backoff."""
 RECYCLE_S = 300.0
 """How long the requests in flight may take before a recycled server ends."""
+HEALTH_S = 5.0
+SILENT_S = 180.0
+"""A server that does not answer /health for so long hangs."""
+STALLED_S = 600.0
+"""So does one that has requests and gives no token of any of them for so long."""
+UNHEARD_S = 60.0
+"""Requests that ended earlier than this without a token say nothing about the server."""
 STOP_S = guard.GRACE_S + 5.0
 LOG_BYTES = 64 << 20
 LOGS = 3
@@ -64,6 +74,8 @@ def arguments(settings: WorkerSettings, model: Path, port: int) -> list[str]:
         *("--logprobs-mode", "processed_logprobs"),
         # The model's own generation_config.json would add sampling defaults.
         *("--generation-config", "vllm"),
+        # Without it every server draws the same numbers: equal prompts on two workers would give equal answers.
+        *("--seed", str(secrets.randbits(31))),
         # Progress in steps of so many tokens.
         *("--stream-interval", "16"),
         *vllm.extra_args,
@@ -76,7 +88,8 @@ def environment() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The paths of this environment's modules mean nothing to another's interpreter.
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        # With an API key it would refuse our own requests.
+        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_API_KEY")},
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -99,6 +112,8 @@ class VllmServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
+        self._unheard_since: float | None = None
+        self._recycled = False
         self.ready = False
 
     async def start(self) -> None:
@@ -127,18 +142,37 @@ class VllmServer:
 
     @asynccontextmanager
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The response to a POST whose body comes as it is made; the server is not recycled meanwhile."""
+        """The response to a POST whose body comes as it is made, each part reported to `progressed`.
+
+        The server is not recycled meanwhile, unless it takes too long: then it raises `EngineUnavailable`.
+        """
         if not self.ready:
             raise EngineUnavailable("vLLM is starting")
         self._in_flight += 1
         self._idle.clear()
+        if self._unheard_since is None:
+            self._unheard_since = time.monotonic()
         try:
             async with self._answer("POST", path, body, None) as response:
                 yield response
+        except EngineError as error:
+            if self._recycled:
+                raise EngineUnavailable("vLLM was started again for its memory before this was done") from error
+            raise
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
+                if self._unheard_s() < UNHEARD_S:
+                    self._unheard_since = None
+
+    def progressed(self) -> None:
+        """A request got tokens."""
+        self._unheard_since = time.monotonic()
+
+    def _unheard_s(self) -> float:
+        """How long there have been requests without a token of any."""
+        return 0.0 if self._unheard_since is None else time.monotonic() - self._unheard_since
 
     @asynccontextmanager
     async def _answer(
@@ -165,25 +199,32 @@ class VllmServer:
             raise EngineError(f"vllm.python = '{python}' cannot be started: no such program")
         self._url = f"http://127.0.0.1:{port}"
         started = time.monotonic()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        rotate(self._log)
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-ES", guard.__file__, python),
-                *arguments(self._settings, self._model, port),
-                env=environment(),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(rotate, self._log)
+            with self._log.open("ab") as log:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-ES", guard.__file__, python),
+                    *arguments(self._settings, self._model, port),
+                    env=environment(),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"vLLM cannot be started: {error}") from error
         logger.info("vLLM starts, its log is {}", self._log)
         said = started
         try:
-            while not await self._healthy():
+            while True:
+                healthy = await self._healthy()
+                # First: another server may have taken the port, and answer there.
+                if process.returncode is not None:
+                    self._fail(f"vLLM ended with exit code {process.returncode} while it started")
+                if healthy:
+                    break
                 now = time.monotonic()
-                if self._process.returncode is not None:
-                    self._fail(f"vLLM ended with exit code {self._process.returncode} while it started")
                 if now - started > self._settings.vllm.startup_s:
                     self._fail(f"vLLM was not ready after vllm.startup_s = {self._settings.vllm.startup_s:.0f} s")
                 if now - said > 30:
@@ -194,6 +235,7 @@ class VllmServer:
         except BaseException:
             await self._end()
             raise
+        self._unheard_since, self._recycled = None, False
         self.ready = True
         logger.info("vLLM is ready after {:.0f} s", time.monotonic() - started)
 
@@ -202,7 +244,7 @@ class VllmServer:
 
     async def _healthy(self) -> bool:
         with suppress(EngineError):
-            return (await self.call("GET", "/health", timeout_s=5))[0] == 200
+            return (await self.call("GET", "/health", timeout_s=HEALTH_S))[0] == 200
         return False
 
     async def health(self) -> bool:
@@ -220,11 +262,11 @@ class VllmServer:
                 code = await self._process.wait()
             finally:
                 watch.cancel()
-            recycled = watch.done()
-            await self._end()
-            failures = 0 if recycled or time.monotonic() - started > STEADY_S else failures + 1
-            if not recycled:
+            if not watch.done():
                 logger.error("vLLM ended with exit code {}, starting it again: {}", code, tail(self._log, 3))
+            await self._end()
+            # Also one that was told to end: a memory limit below what it needs must not keep it from serving.
+            failures = 0 if time.monotonic() - started > STEADY_S else failures + 1
             while True:
                 if failures:
                     shortest, longest = RESTART_S
@@ -232,39 +274,64 @@ class VllmServer:
                 try:
                     await self._launch()
                     break
-                except EngineError as error:
+                except Exception as error:
+                    # Whatever a start fails of, the next one may succeed: without this task none would come.
                     failures += 1
-                    logger.error("{}", error)
+                    logger.opt(exception=not isinstance(error, EngineError)).error("{}", error)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Bound the log and the memory of a running server; returns when it was told to end for its memory."""
+        """Bound log, memory and silence of a running server; returns when it was told to end."""
+        started = answered = time.monotonic()
         limit = self._settings.vllm.max_memory_gib
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._log.stat().st_size > LOG_BYTES:
-                rotate(self._log)
-            used = resident_bytes(process.pid) / (1 << 30)
-            if limit is not None and used > limit:
-                logger.warning("vLLM uses {:.1f} GiB, more than vllm.max_memory_gib = {}: restarting it", used, limit)
+            await asyncio.to_thread(rotate, self._log, LOG_BYTES)
+            if await self._healthy():
+                answered = time.monotonic()
+            if time.monotonic() - answered > SILENT_S:
+                logger.error("vLLM runs, but has not answered /health for {:.0f} s: starting it again", SILENT_S)
+                break
+            if self._unheard_s() > STALLED_S:
+                logger.error("vLLM runs, but no request got a token for {:.0f} s: starting it again", STALLED_S)
+                break
+            if limit is None:
+                continue
+            used = (await asyncio.to_thread(resident_bytes, process.pid)) / (1 << 30)
+            if used > limit:
+                age = time.monotonic() - started
+                logger.warning(
+                    "vLLM uses {:.1f} GiB, more than vllm.max_memory_gib = {}: starting it again{}",
+                    used,
+                    limit,
+                    f"; it was ready for {age:.0f} s only, raise that setting" if age < STEADY_S else "",
+                )
                 self.ready = False
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RECYCLE_S):
                         await self._idle.wait()
-                _close(process)
-                return
+                self._recycled = True
+                break
+        self.ready = False
+        _close(process)
 
     async def _end(self) -> None:
         """End the server and what it started."""
         process, self.ready = self._process, False
-        if process is None or process.returncode is not None:
+        if process is None:
             return
-        _close(process)
-        try:
-            async with asyncio.timeout(STOP_S):
+        if process.returncode is None:
+            _close(process)
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
                 await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        # The guard has ended all of it, unless it was killed itself.
+        for pid, _ in _session(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process = None
 
 
 def _close(process: asyncio.subprocess.Process) -> None:
@@ -273,25 +340,45 @@ def _close(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()
 
 
-def rotate(log: Path) -> None:
-    """Keep the newest logs beside `log`, and empty it; a server that appends to it goes on."""
-    if not log.exists() or not log.stat().st_size:
-        return
+def rotate(log: Path, above: int = 0) -> None:
+    """Keep the newest logs beside `log`, and empty it, if it is larger; a server that appends to it goes on.
+
+    Never raises: on a full disk the lines are dropped. Of a huge log the last `LOG_BYTES` are kept.
+    """
     older = [log.with_suffix(f".{number}.log") for number in range(1, LOGS + 1)]
-    for newer, old in reversed(list(itertools.pairwise(older))):
-        if newer.exists():
-            newer.replace(old)
-    shutil.copyfile(log, older[0])
-    os.truncate(log, 0)
+    try:
+        size = log.stat().st_size
+        if size <= above:
+            return
+        for newer, old in reversed(list(itertools.pairwise(older))):
+            if newer.exists():
+                newer.replace(old)
+        with log.open("rb") as source, older[0].open("wb") as target:
+            source.seek(max(0, size - LOG_BYTES))
+            shutil.copyfileobj(source, target)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("{} cannot be kept, its lines are dropped: {}", log, error)
+        with suppress(OSError):
+            older[0].unlink()
+    with suppress(OSError):
+        os.truncate(log, 0)
 
 
 def resident_bytes(session: int) -> int:
     """Memory of all processes of a session, shared pages counted in each."""
-    pages = 0
-    for directory in Path("/proc").iterdir():
+    return sum(pages for _, pages in _session(session)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _session(session: int) -> Iterator[tuple[int, int]]:
+    """(process, resident pages) of all processes of a session."""
+    directories: list[Path] = []
+    with suppress(OSError):
+        directories += Path("/proc").iterdir()
+    for directory in directories:
         if directory.name.isdigit():
             with suppress(OSError):
                 fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
                 if int(fields[3]) == session:
-                    pages += int(fields[21])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+                    yield int(directory.name), int(fields[21])
