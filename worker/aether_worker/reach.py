@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import nkeys
 from aether_common.bus import Bus, read_seed
-from aether_common.errors import AuthorizationError, BusError, IdentityError
+from aether_common.errors import AuthorizationError, BusError, DiskError, IdentityError
 from aether_common.files import write_durably
 from aether_common.names import Names
 from aether_common.tls import Tls, explain
 from aether_common.wire import Registration, RegistrationAnswer
+from loguru import logger
 
 from aether_worker.settings import WorkerSettings
 
@@ -117,9 +118,12 @@ async def websocket(settings: WorkerSettings) -> str:
     except (aiohttp.ClientError, OSError) as error:
         told = explain(error, settings.url, tls_of(settings)) or str(error) or type(error).__name__
         raise BusError(f"{settings.url}: {told}") from error
-    if not data.startswith(b"INFO "):
+    try:
+        info = json.loads(data.removeprefix(b"INFO ").split(b"\r\n")[0]) if data.startswith(b"INFO ") else None
+    except ValueError:
+        info = None
+    if not isinstance(info, dict):
         raise BusError(f"what answers at {settings.url} is no nats-server: check host, port and path")
-    info = json.loads(data[5:].split(b"\r\n")[0])
     return f"nats-server {info.get('version', '?')} ({info.get('server_name', '?')})"
 
 
@@ -128,8 +132,11 @@ def public_key(settings: WorkerSettings) -> str:
 
 
 def remember_accepted(settings: WorkerSettings) -> None:
-    """After a connect: this key was good."""
-    write_durably(settings.state_dir / ACCEPTED, public_key(settings).encode())
+    """After a connect: this key was good. Only a later message tells by it, so a full disk ends nothing."""
+    try:
+        write_durably(settings.state_dir / ACCEPTED, public_key(settings).encode())
+    except DiskError as error:
+        logger.warning("it is not noted that the key was accepted: {}", error)
 
 
 def explain_refusal(settings: WorkerSettings, error: AuthorizationError) -> AuthorizationError:
