@@ -223,6 +223,29 @@ async def test_a_failed_start_shows_the_end_of_the_log(fake: Fake) -> None:
     await engine.stop()
 
 
+async def test_an_end_while_it_starts_is_bounded_and_leaves_nothing(fake: Fake) -> None:
+    (fake.directory / "hung").touch()
+    engine = VllmEngine(fake.settings, fake.directory)
+    start = asyncio.create_task(engine.start())
+    await until(lambda: len(fake.lines("starts")) == 1)
+    start.cancel()
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        await engine.stop()
+    assert not alive(fake.lines("starts")[0]["pid"])
+
+
+async def test_an_adapter_is_forgotten_while_it_starts_again(fake: Fake, engine: VllmEngine) -> None:
+    (fake.directory / "hung").touch()
+    os.kill(fake.lines("starts")[0]["pid"], signal.SIGKILL)
+    await until(lambda: len(fake.lines("starts")) == 2)
+    await engine.unload_adapter(A)
+    (fake.directory / "hung").unlink()
+    await until_healthy(engine)
+    assert [path for path, _ in fake.lines("requests")].count("/v1/load_lora_adapter") == 1
+
+
 async def test_no_child_outlives_a_killed_worker(fake: Fake) -> None:
     code = """
 import asyncio, sys

@@ -93,11 +93,14 @@ class VllmEngine(Engine):
         body = {"model": name, "token_ids": PROBE_PROMPT, "sampling_params": PROBE}
         status, answer = await self._server.call("POST", GENERATE, body)
         if status != 200:
-            await self._unload(name)
+            with suppress(EngineError):
+                await self._unload(name)
             raise EngineError(f"adapter {name} is loaded, but cannot be used: {status} {answer}")
 
     async def unload_adapter(self, digest: str) -> None:
-        if adapter := self._adapters.pop(digest, None):
+        adapter = self._adapters.pop(digest, None)
+        # A server that starts gets only what is in the table.
+        if adapter is not None and self._server.ready:
             await self._unload(adapter[0])
 
     async def _unload(self, name: str) -> None:
