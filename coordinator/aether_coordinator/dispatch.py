@@ -24,7 +24,8 @@ from aether_common.wire import Job, Kind, Reason, Reply, Sampling
 from loguru import logger
 from nats.js.errors import APIError, NotFoundError
 
-from aether_coordinator.fleet import Fleet, Worker
+from aether_coordinator.fleet import Fleet
+from aether_coordinator.incarnation import Worker
 from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import DispatchRecord, GroupRecord, TurnRecord

@@ -57,9 +57,14 @@ Event = Literal[
 def append_event(run_root: Path, event: Event, message: str, worker: str | None = None, **fields: object) -> None:
     """Append one event; what the disk refuses is dropped."""
     entry: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event}
-    entry |= ({"worker": worker} if worker is not None else {}) | fields | {"message": message[:MAX_TEXT]}
+    entry |= ({"worker": worker} if worker is not None else {}) | fields | {"message": printable(message)}
     with suppress(OSError):
         _append(run_root, json.dumps(entry).encode() + b"\n")
+
+
+def printable(text: str, limit: int = MAX_TEXT) -> str:
+    """One line that a terminal only shows: what a worker sends must not move the operator's cursor."""
+    return "".join(character if character.isprintable() else " " for character in text[:limit])
 
 
 def _append(run_root: Path, line: bytes) -> None:
@@ -134,7 +139,7 @@ class Events:
         ids = {"worker": worker} if worker is not None else {}
         subject = f"worker {worker}" if worker is not None else "coordinator"
         logger.bind(event=event, **ids, **fields).log(
-            "WARNING" if warn else "INFO", "{} {}: {}", subject, event.replace("_", " "), message[:MAX_TEXT]
+            "WARNING" if warn else "INFO", "{} {}: {}", subject, event.replace("_", " "), printable(message)
         )
         append_event(self._run_root, event, message, worker, **fields)
 

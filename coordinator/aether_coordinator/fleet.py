@@ -2,19 +2,17 @@
 
 Heartbeats are requests; their answer, and that of a held poll, is the desired state. Only missing
 heartbeats declare a worker dead. The newest incarnation of a name wins. A worker that was revoked or
-quarantined gets no job, and its jobs go to others. What a worker claims and how often is bounded.
+quarantined gets no job, and its jobs go to others.
 """
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from aether_common.bus import Bus
-from aether_common.errors import ConfigError, DiskError, MessageError
 from aether_common.identity import ModelIdentity, differences
 from aether_common.names import Names
 from aether_common.wire import (
@@ -23,21 +21,21 @@ from aether_common.wire import (
     PROTOCOL_MIN,
     DesiredState,
     Heartbeat,
-    Message,
     PolicyRef,
     Poll,
     Registration,
     RegistrationAnswer,
 )
 from loguru import logger
-from nats.aio.msg import Msg
 
-from aether_coordinator.events import Events
+from aether_coordinator.events import Events, printable
+from aether_coordinator.incarnation import Worker
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import WorkerRecord
+from aether_coordinator.requests import Requests
 from aether_coordinator.stall import Progress
-from aether_coordinator.standing import Standing, ban, read_standing
-from aether_coordinator.status import WorkerState, WorkerStatus
+from aether_coordinator.standing import MAX_REASON, Admission
+from aether_coordinator.status import WorkerStatus
 from aether_coordinator.streams import Streams
 
 HEARTBEAT_S = 5.0
@@ -45,98 +43,10 @@ DEAD_S = 30.0
 POLL_S = 25.0
 CLOCK_SKEW_S = 30.0
 RATE_WINDOW_S = 30.0
-MAX_REQUEST = 512 << 10
-"""Bytes of a request; a heartbeat that names a full window of jobs is smaller."""
-RATES: dict[str, tuple[float, float]] = {"Registration": (30, 1.0), "Heartbeat": (50, 20.0), "Poll": (50, 20.0)}
-"""Requests of one worker: so many at once, then so many a second; what is above is dropped."""
-MAX_REASON = 1000
+LATE_S = 3.0
+"""Later than this, our own look at the clock says that we slept, not the workers."""
 QUARANTINE_AFTER = 8
 """Failures in a row after which a worker gets no more jobs."""
-
-
-@dataclass(slots=True)
-class Worker:
-    """What the coordinator knows of one incarnation of a worker."""
-
-    name: str
-    incarnation: str
-    engine: str
-    slots: int
-    window: int
-    versions: dict[str, str]
-    seen: float
-    """time.monotonic() of the last message."""
-    progress: Progress
-    registered: float
-    """time.monotonic() of the registration, or of the coordinator's start."""
-    first_reply: float | None = None
-    """Seconds from there to its first good answer."""
-    quarantine: str = ""
-    """Why it gets no jobs, empty if it does."""
-    failures: int = 0
-    """Since its last good answer."""
-    excused: set[str] = field(default_factory=set)
-    """Jobs that were in its hands when one failed: their failures have the same cause and count no more."""
-    jobs: set[str] = field(default_factory=set)
-    """Jobs assigned to it."""
-    running: dict[str, int] = field(default_factory=dict)
-    adapters: set[str] = field(default_factory=set)
-    engine_ready: bool = True
-    draining: bool = False
-    lost: bool = False
-    left: bool = False
-    """It said goodbye: it drains and holds nothing."""
-    skewed: bool = False
-    """Its clock was complained about."""
-    tokens: deque[tuple[float, int]] = field(default_factory=deque)
-    """(monotonic time, completion tokens so far) of recent heartbeats."""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to answer its held poll; replaced by every poll, so that a worker has only one."""
-
-    @property
-    def trusted(self) -> bool:
-        """Whether what it holds may stay with it."""
-        return not self.lost and not self.quarantine
-
-    @property
-    def usable(self) -> bool:
-        return self.engine_ready and not self.draining and self.trusted
-
-    @property
-    def state(self) -> WorkerState:
-        if self.quarantine:
-            return "quarantined"
-        if self.left:
-            return "left"
-        return "lost" if self.lost else "draining" if self.draining else "connected"
-
-    @property
-    def room(self) -> int:
-        return self.window - len(self.jobs) if self.usable else 0
-
-    def rate(self) -> float:
-        """Completion tokens per second over the last heartbeats."""
-        if len(self.tokens) < 2:
-            return 0.0
-        (t0, n0), (t1, n1) = self.tokens[0], self.tokens[-1]
-        return max(0.0, (n1 - n0) / (t1 - t0)) if t1 > t0 else 0.0
-
-
-class Allowance:
-    """How many requests are left of so many at once, refilled by so many a second."""
-
-    def __init__(self, burst: float, per_s: float) -> None:
-        self._burst, self._per_s = burst, per_s
-        self._left, self._at = burst, time.monotonic()
-
-    def take(self) -> bool:
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 class Fleet:
@@ -173,18 +83,19 @@ class Fleet:
         self._on_stalled = on_stalled
         self._stall_s = stall_s
         self._mismatch = mismatch
+        self.on_released: Callable[[str], None] = lambda _: None
+        """What was held against this worker counts no more."""
         self._on_room = on_room
-        self._on_bad_message = on_bad_message
         self._ledger = ledger
         self.events = events
-        self._run_root = run_root
-        self._allowances: dict[tuple[str, str], Allowance] = {}
+        self._requests = Requests(events, on_bad_message)
+        self._admission = Admission(run_root)
         self._records: dict[str, WorkerRecord] = {}
         """Everyone who ever registered."""
-        self._standing = Standing()
-        self._unsaved: dict[str, str] = {}
-        """Quarantines (reason by name) that are not in a file yet."""
-        self._looking = asyncio.Lock()
+        self._registering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By name: registrations count in the order in which they came."""
+        self._heard_from = 0.0
+        """time.monotonic() since which we can hear heartbeats: before, their absence says nothing."""
         self._revision = 1
         self.books_complete = False
         """Until the first reconciliation after a start, jobs unknown here may be ours nevertheless."""
@@ -198,11 +109,11 @@ class Fleet:
 
         Those that were revoked are gone. Raises `ConfigError` when the files of who was cannot be read.
         """
-        self._standing = read_standing(self._run_root)
+        self._admission.load()
         for _, value in self._ledger.scan("workers"):
             record = WorkerRecord.decode(value)
             self._records[record.name] = record
-            if record.name not in self._standing.revoked:
+            if record.name not in self._admission.revoked:
                 self.workers[record.name] = worker = self._worker(record)
                 worker.engine_ready = False
 
@@ -217,7 +128,7 @@ class Fleet:
             seen=(now := time.monotonic()),
             progress=Progress(now),
             registered=now,
-            quarantine=self._quarantined.get(record.name, ""),
+            quarantine=self._admission.quarantined(record.name),
         )
 
     async def run(self) -> None:
@@ -225,73 +136,51 @@ class Fleet:
         client = self._bus.client
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            await client.subscribe(self._names.fleet("reg"), cb=self._serve(Registration, self._register))
-            await client.subscribe(self._names.fleet("hb"), cb=self._serve(Heartbeat, self._heartbeat))
-            await client.subscribe(self._names.fleet("poll"), cb=self._serve(Poll, self._poll))
-            while True:
-                await asyncio.sleep(1.0)
-                self._declare_dead()
-                self._take_stalled()
-                self.events.tick()
-
-    def _serve[M: Registration | Heartbeat | Poll](
-        self, kind: type[M], answer: Callable[[M], Awaitable[Message]]
-    ) -> Callable[[Msg], Awaitable[None]]:
-        """A callback that answers each request in a task of its own; bad messages are counted."""
-        what = kind.__name__
-
-        async def respond(message: Msg, request: M) -> None:
             try:
-                result = await answer(request)
-                if message.reply:
-                    await message.respond(result.encode())
-            except Exception as error:
-                logger.warning("{} of {} not answered: {!r}", what, request.worker, error)
+                served = self._requests.answered
+                await client.subscribe(self._names.fleet("reg"), cb=served(tasks, Registration, self._register))
+                await client.subscribe(self._names.fleet("hb"), cb=served(tasks, Heartbeat, self._heartbeat))
+                await client.subscribe(self._names.fleet("poll"), cb=served(tasks, Poll, self._poll))
+                while True:
+                    before = time.monotonic()
+                    await asyncio.sleep(1.0)
+                    if not self._bus.connected.is_set() or time.monotonic() - before > LATE_S:
+                        self._heard_from = time.monotonic()
+                    self._declare_dead()
+                    self._take_stalled()
+                    self.events.tick()
+            finally:
+                self._tasks = None
 
-        async def receive(message: Msg) -> None:
-            name = message.subject.rsplit(".", 1)[-1]
-            try:
-                if len(message.data) > MAX_REQUEST:
-                    raise MessageError(f"{what} of {len(message.data)} bytes, at most {MAX_REQUEST}")
-                request = kind.decode(message.data)
-                if request.worker != name:
-                    raise MessageError(f"{what} of {request.worker!r} on {message.subject}")
-            except MessageError as error:
-                self.events.record("bad_message", str(error), name, warn=True)
-                self._on_bad_message()
-                return
-            if (what, name) not in self._allowances:
-                self._allowances[what, name] = Allowance(*RATES[what])
-            if not self._allowances[what, name].take():
-                self.events.record(
-                    "refused", f"{what} dropped: more than {RATES[what][1]:.0f} a second", name, warn=True
-                )
-                return
-            assert self._tasks is not None
-            self._tasks.create_task(respond(message, request))
-
-        return receive
+    async def declare_lanes(self) -> None:
+        """Make the lane of every known worker, those included that register meanwhile."""
+        for worker in list(self.workers.values()):
+            await self._streams.declare_lane(worker.name, worker.window)
 
     async def _register(self, request: Registration) -> RegistrationAnswer:
+        if not request.check_only:
+            async with self._registering[request.worker]:
+                return await self._join(request)
+        reason = printable(self._objection(request), MAX_REASON)
+        protocol = min(PROTOCOL, request.protocol_max)
+        return RegistrationAnswer(accepted=not reason, reason=reason, protocol=protocol, clock=time.time())
+
+    async def _join(self, request: Registration) -> RegistrationAnswer:
         name = request.worker
-        reason = self._objection(request)
-        if request.check_only:
-            protocol = min(PROTOCOL, request.protocol_max)
-            return RegistrationAnswer(accepted=not reason, reason=reason, protocol=protocol, clock=time.time())
-        if reason:
+        if reason := self._objection(request):
             return self._refuse(name, reason)
         await self._streams.declare_lane(name, request.window)
         record = WorkerRecord(
             name=name,
             incarnation=request.incarnation,
-            engine=request.engine,
+            engine=printable(request.engine),
             slots=request.slots,
             window=request.window,
-            versions=request.versions,
+            versions={printable(package): printable(version) for package, version in request.versions.items()},
             seen_s=time.time(),
         )
         await self._ledger.commit(Write("workers", name.encode(), record.encode()))
-        if reason := self._revoked(name):  # Meanwhile.
+        if reason := self._admission.revocation(name):  # Meanwhile.
             return self._refuse(name, reason)
         self._records[name] = record
         self.refused.pop(name, None)
@@ -300,7 +189,9 @@ class Fleet:
         if known is not None:
             worker.failures, worker.excused = known.failures, known.excused
             if again:
-                worker.jobs, worker.progress, worker.first_reply = known.jobs, known.progress, known.first_reply
+                worker.jobs, worker.first_reply = known.jobs, known.first_reply
+                if not known.lost:  # Else it had no jobs to make progress with.
+                    worker.progress = known.progress
         if known is None or known.lost or known.left:
             about = f"{request.engine} engine, {request.slots} slots, {_shown(request.versions)}"
             self.events.record("came_back" if known else "joined", about, name)
@@ -321,19 +212,13 @@ class Fleet:
         )
 
     def _refuse(self, name: str, reason: str) -> RegistrationAnswer:
-        reason = reason[:MAX_REASON]
+        reason = printable(reason, MAX_REASON)
         self.refused[name] = (time.time(), reason)
         self.events.record("refused", reason, name, warn=True)
         return RegistrationAnswer(accepted=False, reason=reason)
 
-    def _revoked(self, name: str) -> str:
-        if name not in self._standing.revoked:
-            return ""
-        why = self._standing.revoked[name]
-        return f"its key was revoked ({why}): `aether-coordinator worker add {name}` makes another"
-
     def _objection(self, request: Registration) -> str:
-        if reason := self._revoked(request.worker):
+        if reason := self._admission.revocation(request.worker):
             return reason
         if request.protocol_max < PROTOCOL_MIN or request.protocol_min > PROTOCOL:
             return (
@@ -364,11 +249,7 @@ class Fleet:
         worker.adapters = set(request.adapters)
         worker.engine_ready = request.engine_ready
         worker.draining = request.draining
-        left = request.draining and not request.running
-        if left and not worker.left:
-            self.events.record("left", "drained", worker.name)
-            await self._ledger.enqueue(*self.seen([worker]))
-        worker.left = left
+        had_left, worker.left = worker.left, request.draining and not request.running
         worker.tokens.append((now, request.tokens_total))
         while worker.tokens and worker.tokens[0][0] < now - RATE_WINDOW_S:
             worker.tokens.popleft()
@@ -376,6 +257,9 @@ class Fleet:
             worker.skewed = True
             logger.warning("the clock of worker {} is {:+.0f} s off", worker.name, request.clock - time.time())
         self._on_room()
+        if worker.left and not had_left:
+            self.events.record("left", "drained", worker.name)
+            await self._ledger.enqueue(*self.seen([worker]))
         return self._state(worker, request.running)
 
     async def _poll(self, request: Poll) -> DesiredState:
@@ -411,14 +295,18 @@ class Fleet:
     def _declare_dead(self) -> None:
         limit = time.monotonic() - DEAD_S
         for worker in self.workers.values():
-            if not worker.lost and worker.seen < limit:
-                if not worker.left:
-                    about = f"no heartbeat for {DEAD_S:.0f} s, {len(worker.jobs)} jobs go to others"
-                    self.events.record("lost", about, worker.name, warn=True)
-                    assert self._tasks is not None
-                    self._tasks.create_task(self._save_seen(worker))
-                worker.lost = True
+            if worker.lost or max(worker.seen, self._heard_from) >= limit:
+                continue
+            if worker.left:
+                # No death: what it did not hand back has not failed there.
                 self._give_up(worker)
+                worker.lost = True
+                continue
+            about = f"no heartbeat for {DEAD_S:.0f} s, {len(worker.jobs)} jobs go to others"
+            self.events.record("lost", about, worker.name, warn=True)
+            worker.lost = True
+            self._save_seen(worker)
+            self._give_up(worker)
 
     def _take_stalled(self) -> None:
         """As of its last heartbeat: what this process slept through is no stall of a worker."""
@@ -426,6 +314,7 @@ class Fleet:
             if worker.trusted and (jobs := worker.progress.stalled(worker.seen, worker.jobs, self._stall_s)):
                 about = f"no progress for {self._stall_s:.0f} s, {len(jobs)} jobs go to others"
                 self.events.record("stalled", about, worker.name, warn=True)
+                worker.progress.taken(worker.seen, jobs)
                 self._on_stalled(worker, sorted(jobs))
 
     def _give_up(self, worker: Worker) -> None:
@@ -433,8 +322,10 @@ class Fleet:
         worker.jobs.clear()
         self._on_lost(worker, jobs)
 
-    async def _save_seen(self, worker: Worker) -> None:
-        await self._ledger.enqueue(*self.seen([worker]))
+    def _save_seen(self, worker: Worker) -> None:
+        writes = self.seen([worker])
+        if self._tasks is not None:
+            self._tasks.create_task(self._ledger.enqueue(*writes))
 
     def seen(self, workers: Iterable[Worker]) -> list[Write]:
         """The records of workers with the time at which each was last seen."""
@@ -480,9 +371,9 @@ class Fleet:
 
     def quarantine(self, name: str, reason: str) -> None:
         """Give a worker no jobs until the operator releases it; those that it has go to others."""
-        if name in self._quarantined:
+        reason = printable(reason, MAX_REASON)
+        if not self._admission.quarantine(name, reason):
             return
-        self._unsaved[name] = reason = reason[:MAX_REASON]
         self.events.record("quarantined", reason, name, warn=True)
         if (worker := self.workers.get(name)) is not None:
             worker.quarantine = reason
@@ -490,39 +381,25 @@ class Fleet:
         if self._tasks is not None:
             self._tasks.create_task(self.look())
 
-    @property
-    def _quarantined(self) -> dict[str, str]:
-        return {**self._standing.quarantined, **self._unsaved}
-
     async def look(self) -> None:
         """Act on what the files say: who is revoked, added again, quarantined or released."""
-        async with self._looking:
-            try:
-                for name, reason in list(self._unsaved.items()):
-                    await asyncio.to_thread(ban, self._run_root, name, "quarantined", reason)
-                    self._standing.quarantined[name] = reason
-                    self._unsaved.pop(name)
-                found = await asyncio.to_thread(read_standing, self._run_root)
-            except (ConfigError, DiskError) as error:
-                logger.error("{}", error)
-                return
-            revoked = found.revoked.keys() - self._standing.revoked.keys()
-            self._standing = found
-        for name in revoked:
+        for name in await self._admission.look():
             self._revoke(name)
         for worker in self.workers.values():
-            before, worker.quarantine = worker.quarantine, self._quarantined.get(worker.name, "")
+            before, worker.quarantine = worker.quarantine, self._admission.quarantined(worker.name)
             if worker.quarantine and not before:
                 self._give_up(worker)
             elif before and not worker.quarantine:
                 worker.failures = 0
                 worker.excused.clear()
+                self.on_released(worker.name)
         self._on_room()
 
     def _revoke(self, name: str) -> None:
         self.refused.pop(name, None)
         if (worker := self.workers.pop(name, None)) is not None:
             logger.bind(worker=name).info("worker {} was revoked, its {} jobs go to others", name, len(worker.jobs))
+            self._save_seen(worker)
             # Its held poll stays: nats-server cuts it off, and says why better than we can.
             self._give_up(worker)
 
@@ -552,7 +429,7 @@ class Fleet:
             if name not in rows or rows[name].state in ("lost", "left"):
                 seen = round(time.time() - when, 1)
                 rows[name] = WorkerStatus(name=name, state="incompatible", last_seen_s=seen, reason=reason)
-        for name, reason in self._standing.revoked.items():
+        for name, reason in self._admission.revoked.items():
             if (record := self._records.get(name)) is not None:
                 seen = round(time.time() - record.seen_s, 1)
                 rows[name] = WorkerStatus(name=name, state="revoked", last_seen_s=seen, reason=reason)

@@ -6,8 +6,9 @@ at equal lag, and by the median of their episodes, which a few surprising tokens
 """
 
 import statistics
+from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aether_common.pipe import Mismatch
@@ -53,19 +54,22 @@ class Mismatches:
 
     def _outlier(self) -> tuple[str, str] | None:
         """The worker that is furthest from the others at some lag, and the reason; None if nobody stands out."""
+        everyone: defaultdict[int, list[float]] = defaultdict(list)
+        for lags in self._workers.values():
+            for lag, own in lags.items():
+                everyone[lag] += own.means
+        for means in everyone.values():
+            means.sort()
         furthest: tuple[float, str, str] | None = None
         for worker, lags in self._workers.items():
             for lag, own in lags.items():
-                others = [
-                    mean
-                    for other, theirs in self._workers.items()
-                    if other != worker and lag in theirs
-                    for mean in theirs[lag].means
-                ]
-                if min(len(own.means), len(others)) < ENOUGH:
+                if min(len(own.means), len(everyone[lag]) - len(own.means)) < ENOUGH:
                     continue
-                mine, usual = statistics.median(own.means), statistics.median(others)
-                if mine > FLOOR and mine > FACTOR * usual and (furthest is None or mine > furthest[0]):
+                mine = statistics.median(own.means)
+                if mine <= FLOOR:
+                    continue
+                usual = median_of_others(everyone[lag], sorted(own.means))
+                if mine > FACTOR * usual and (furthest is None or mine > furthest[0]):
                     reason = (
                         f"its logprobs are not the trainer's: k3 {mine:.2g} per token at lag {lag} "
                         f"(median of {len(own.means)} episodes), {usual:.2g} on the other workers"
@@ -74,7 +78,7 @@ class Mismatches:
         return furthest[1:] if furthest is not None else None
 
     def forget(self, worker: str) -> None:
-        """Its past counts no more: it is quarantined, or another process came under its name."""
+        """Its past counts no more: it is quarantined or released."""
         self._workers.pop(worker, None)
 
     def of(self, worker: str) -> tuple[float, float] | None:
@@ -83,6 +87,21 @@ class Mismatches:
             return None
         lag = lags[min(lags)]
         return statistics.fmean(lag.means), sorted(lag.largest)[int(0.95 * (len(lag.largest) - 1))]
+
+
+def median_of_others(everyone: Sequence[float], own: Sequence[float]) -> float:
+    """Median of `everyone` without the values of `own`, which are among them; both sorted. A large fleet has no
+    time to sort the others of each worker.
+    """
+
+    def at(rank: int) -> float:
+        def others_up_to(value: float) -> int:
+            return bisect_right(everyone, value) - bisect_right(own, value)
+
+        return everyone[bisect_right(everyone, rank, key=others_up_to)]
+
+    count = len(everyone) - len(own)
+    return (at((count - 1) // 2) + at(count // 2)) / 2
 
 
 def worker_of(ledger: Ledger, episode: str) -> str | None:

@@ -223,6 +223,7 @@ class Coordinator:
             run_root=self._root,
         )
         self._mismatches = Mismatches(self._fleet.quarantine)
+        self._fleet.on_released = self._mismatches.forget
         self._dispatcher.fleet = self._fleet
         self._dispatcher.expected = self._expected
         self._control = Control(
@@ -427,8 +428,7 @@ class Coordinator:
     async def _reconcile(self) -> None:
         """After a start or reconnect: declare what is missing, take the replies, publish the rest again."""
         await self._streams.declare()
-        for worker in self._fleet.workers.values():
-            await self._streams.declare_lane(worker.name, worker.window)
+        await self._fleet.declare_lanes()
         await self._ownership.renew()
         await self._policies.restore(self._schedule.needed_versions())
         await self._dispatcher.reconcile(self._intake)

@@ -37,3 +37,9 @@ class Progress:
             for job in jobs
             if (known := self._jobs.get(job)) is not None and known[0] > 0 and now - known[1] >= limit_s
         }
+
+    def taken(self, now: float, jobs: Iterable[str]) -> None:
+        """These jobs were taken from the worker: what it is given now, they too, has the whole time again."""
+        self._moved = now
+        for job in jobs:
+            self._jobs.pop(job, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aether_coordinator import fleet, loopback, replies
+from aether_coordinator import fleet, loopback, replies, requests
 from security.attempts import all_attempts
 from security.trying import breaches
 from security.world import World, world
@@ -123,7 +123,7 @@ async def test_one_account_for_all_is_noticed(tmp_path: Path) -> None:
         ("reply", "with another adapter", replies, "check_reply", lambda *_: ""),
         ("reply", "with another seed", replies, "check_reply", lambda *_: ""),
         ("fleet", "a window of a billion", fleet, "MAX_WINDOW", 1 << 40),
-        ("fleet", "a megabyte", fleet, "MAX_REQUEST", 1 << 40),
+        ("fleet", "a megabyte", requests, "MAX_REQUEST", 1 << 40),
         ("gateway", "a guessed secret", loopback, "has_secret", lambda *_: True),
         ("gateway", "from another host name", loopback, "host_name", lambda _: "localhost"),
     ],

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aether_common.arrays import pack_floats, pack_tokens
 from aether_common.wire import Heartbeat, Job, Poll, Registration, RegistrationAnswer, Reply, ReplyKind
-from aether_coordinator import fleet
+from aether_coordinator import fleet, requests
 from integration.coordinator.conftest import IDENTITY, Coordinator
 from nats_server import NatsServer
 from security.raw import TIMEOUT_S, Raw, Received
@@ -321,7 +321,7 @@ async def world(root: Path, *, limited: bool = False, **options: Any) -> AsyncGe
         patch.setattr(fleet, "DEAD_S", NEVER_S)
         patch.setattr(fleet, "POLL_S", NEVER_S)
         if not limited:
-            patch.setattr(fleet, "RATES", dict.fromkeys(fleet.RATES, (1e9, 1e9)))
+            patch.setattr(requests, "RATES", dict.fromkeys(requests.RATES, (1e9, 1e9)))
         one = World(root)
         try:
             await one.start(**options)

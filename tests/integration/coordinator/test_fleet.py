@@ -7,6 +7,7 @@ import time
 import pytest
 from aether_common.wire import PROTOCOL, Heartbeat, Poll, Reason, Registration, RegistrationAnswer
 from aether_coordinator import fleet as fleet_module
+from aether_coordinator import requests
 from aether_coordinator.events import read_events
 from aether_coordinator.standing import ban, lift, read_standing
 
@@ -224,6 +225,114 @@ async def test_the_log_says_who_comes_and_goes(start_coordinator, start_worker, 
     assert shown(run, "w1").name == "w1" and run.fleet._records["w1"].seen_s > time.time() - 60
 
 
+async def test_a_worker_that_left_without_handing_back_is_no_failure_of_its_jobs(
+    start_coordinator, start_worker, monkeypatch
+):
+    monkeypatch.setattr(fleet_module, "DEAD_S", 1.0)
+    run = await start_coordinator()
+    gone = await start_worker("w1")
+    run.ask(run.open(), [5])
+    job = await gone.next()
+    gone.held.clear()
+    gone.draining = True
+    await until(lambda: shown(run, "w1").state == "left")
+    gone.silent = True
+    other = await start_worker("w2")
+    assert (await other.next()).job == job.job
+    assert run.dispatcher.turns[job.job].failures == [] and shown(run, "w1").state == "left"
+
+
+async def test_who_cannot_hear_declares_nobody_dead(start_coordinator, start_worker, monkeypatch):
+    """While nats-server is away, missing heartbeats say nothing about the workers."""
+    monkeypatch.setattr(fleet_module, "DEAD_S", 2.5)
+    run = await start_coordinator()
+    worker = await start_worker("w1")
+    worker.silent = True
+    run.bus.connected.clear()
+    await asyncio.sleep(4)
+    run.bus.connected.set()
+    worker.silent = False
+    await asyncio.sleep(1.5)
+    assert shown(run, "w1").state == "connected" and ("lost", "w1") not in events(run)
+    worker.silent = True
+    await until(lambda: shown(run, "w1").state == "lost")
+
+
+async def test_a_worker_that_comes_back_has_the_whole_time_again(start_coordinator, start_worker, monkeypatch):
+    monkeypatch.setattr(fleet_module, "DEAD_S", 1.0)
+    run = await start_coordinator()
+    monkeypatch.setattr(run.fleet, "_stall_s", 3.0)
+    worker = await start_worker("w1", slots=1)
+    worker.silent = True
+    await until(lambda: shown(run, "w1").state == "lost")
+    await asyncio.sleep(2)
+    call = run.ask(run.open(), [5])
+    await worker.register("1")
+    worker.silent = False
+    job = await worker.next()
+    await asyncio.sleep(1.5)
+    assert ("stalled", "w1") not in events(run)
+    await worker.reply(job, [2])
+    assert await run.answer(call) == [2]
+
+
+async def test_what_a_stalled_worker_is_given_next_has_the_whole_time_again(
+    start_coordinator, start_worker, monkeypatch
+):
+    run = await start_coordinator()
+    monkeypatch.setattr(run.fleet, "_stall_s", 3.0)
+    worker = await start_worker("w1", slots=1)
+    episode = run.open()
+    for number in range(3):
+        run.ask(episode, [5 + number])
+    await until(lambda: events(run, "stalled"))
+    await asyncio.sleep(2.2)
+    assert len(events(run, "stalled")) == 1 and run.fleet.workers["w1"].failures == 1
+    assert worker.state is not None
+
+
+async def test_registrations_count_in_the_order_in_which_they_came(start_coordinator, start_worker, monkeypatch):
+    run = await start_coordinator()
+    worker = await start_worker("w1")
+    declare = run.streams.declare_lane
+
+    async def slow(name: str, window: int) -> None:
+        await asyncio.sleep(0.5 if window == 5 else 0)  # The first one.
+        await declare(name, window)
+
+    monkeypatch.setattr(run.streams, "declare_lane", slow)
+    older = asyncio.create_task(request(worker, "reg", registration("w1", incarnation="older", window=5)))
+    await asyncio.sleep(0.1)
+    await request(worker, "reg", registration("w1", incarnation="newer"))
+    await older
+    assert run.fleet.workers["w1"].incarnation == "newer"
+
+
+async def test_a_worker_may_register_while_the_lanes_are_declared(start_coordinator, start_worker, monkeypatch):
+    run = await start_coordinator()
+    await start_worker("w1")
+    await start_worker("w2")
+    declare, came = run.streams.declare_lane, []
+
+    async def declaring(name: str, window: int) -> None:
+        monkeypatch.setattr(run.streams, "declare_lane", declare)
+        came.append(await start_worker("w3"))
+        await declare(name, window)
+
+    monkeypatch.setattr(run.streams, "declare_lane", declaring)
+    await run.fleet.declare_lanes()
+    assert came and sorted(run.fleet.workers) == ["w1", "w2", "w3"]
+
+
+async def test_what_a_worker_says_cannot_move_the_cursor(start_coordinator, start_worker):
+    run = await start_coordinator()
+    worker = await start_worker("w1")
+    message = registration("w1", engine="e\x1b[2J\n", versions={"vllm\x1b": "1\x9b2"})
+    assert RegistrationAnswer.decode(await request(worker, "reg", message)).accepted
+    row = shown(run, "w1")
+    assert (row.engine, row.versions) == ("e [2J ", {"vllm ": "1 2"})
+
+
 # ---- what is claimed -----------------------------------------------------------------------------------
 
 
@@ -301,7 +410,7 @@ async def test_what_is_too_long_is_a_bad_message(start_coordinator, start_worker
 
 
 async def test_floods_are_dropped_and_tasks_do_not_pile_up(start_coordinator, start_worker, monkeypatch):
-    monkeypatch.setitem(fleet_module.RATES, "Registration", (3, 1.0))
+    monkeypatch.setitem(requests.RATES, "Registration", (3, 1.0))
     run = await start_coordinator()
     worker, other = await start_worker("w1"), await start_worker("w2")
     registrations = 0

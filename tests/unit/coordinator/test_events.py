@@ -33,6 +33,11 @@ def test_an_event_has_time_kind_worker_and_message(tmp_path):
     assert shown.split() == [*first["time"][:19].split("T"), "joined", "w1", "null", "engine"]
 
 
+def test_a_message_is_one_line_without_control_characters(tmp_path):
+    append_event(tmp_path, "refused", "bad\x1b[2J\nname\x9b é", "w1")
+    assert texts(tmp_path) == ["bad [2J name  é"]
+
+
 def test_a_flood_is_counted_and_only_that_of_one_worker(tmp_path):
     clock = Clock()
     events = Events(tmp_path, clock)

@@ -1,11 +1,14 @@
 """Which worker's logprobs stand out."""
 
+import random
+import statistics
+import time
 from pathlib import Path
 
 from aether_common.pipe import CheckpointWritten, Mismatch, decode_from_trainer
 from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
-from aether_coordinator.mismatch import Mismatches, worker_of
+from aether_coordinator.mismatch import Mismatches, median_of_others, worker_of
 from aether_coordinator.records import TurnRecord, episode_id
 
 
@@ -51,6 +54,23 @@ def test_nobody_stands_out_alone() -> None:
     fleet = Fleet()
     fleet.step(a=[5.0] * 64)
     assert fleet.out == []
+
+
+def test_the_median_of_the_others_needs_no_list_of_them() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        own = [draw.choice((0.0, 0.1, 0.2, draw.random())) for _ in range(draw.randrange(0, 12))]
+        others = [draw.choice((0.0, 0.1, 0.2, draw.random())) for _ in range(draw.randrange(1, 12))]
+        assert median_of_others(sorted(own + others), sorted(own)) == statistics.median(others)
+
+
+def test_a_large_fleet_is_compared_in_no_time() -> None:
+    fleet = Fleet()
+    draw = random.Random(0)
+    fleet.step(lag=1, **{f"w{number}": [0.1 + draw.random() for _ in range(64)] for number in range(500)})
+    began = time.process_time()
+    fleet.step(lag=1, w0=[0.5])
+    assert time.process_time() - began < 2 and fleet.out == []
 
 
 def test_what_is_shown() -> None:

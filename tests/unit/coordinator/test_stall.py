@@ -29,6 +29,18 @@ def test_idle_time_is_no_stall() -> None:
     assert progress.stalled(600, ["new"], LIMIT) == {"new"}
 
 
+def test_after_a_stall_the_time_begins_anew() -> None:
+    progress = Progress(0.0)
+    progress.beat(0, {"a": 4, "b": 1}, 5, idle=False)
+    progress.beat(100, {"a": 4, "b": 1}, 5, idle=False)
+    assert progress.stalled(100, ["a", "b"], LIMIT) == {"a", "b"}
+    progress.taken(100, ["a", "b"])
+    # The same job again, because there is no other worker, and a new one.
+    progress.beat(105, {"a": 4, "c": 0}, 5, idle=False)
+    assert progress.stalled(199, ["a", "c"], LIMIT) == set()
+    assert progress.stalled(205, ["a", "c"], LIMIT) == {"a", "c"}
+
+
 def test_a_job_that_comes_again_starts_anew() -> None:
     progress = Progress(0.0)
     progress.beat(0, {"a": 4}, 4, idle=False)
