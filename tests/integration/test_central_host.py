@@ -26,6 +26,7 @@ def start(configuration: Path, port: int) -> subprocess.Popen[bytes]:
     raise AssertionError(configuration.with_name("nats-server.log").read_text())
 
 
+@pytest.mark.long
 def test_a_run_over_tls_on_a_server_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     directory, port = tmp_path / "nats", free_port()
     run = TinyRun(tmp_path, tiny_model, steps=1, nats={"directory": str(directory)})

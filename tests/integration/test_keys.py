@@ -87,6 +87,7 @@ def run(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
         run.close()
 
 
+@pytest.mark.long
 def test_keys_change_while_the_others_work(run: Run) -> None:
     for name in ("w1", "w2", "w3"):
         run.add_worker(name)

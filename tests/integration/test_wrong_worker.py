@@ -23,6 +23,7 @@ def events(run: TinyRun, kind: str) -> list[dict[str, str]]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
+@pytest.mark.long
 def test_other_weights_after_the_check_of_the_identity(run: TinyRun) -> None:
     """Its identity is right, and what it serves is not: quarantined within two steps, and the run goes on."""
     run.start_coordinator()
