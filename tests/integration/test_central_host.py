@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from aether_common.files import write_durably
 from nats_server import BINARY, free_port
 from tiny_run import TinyRun
