@@ -1,12 +1,12 @@
 """Dispatch: turns wait here until a suitable worker has room, then become jobs on its lane.
 
-Evaluations go first (they are finite and pinned), then the oldest turn. The worker that holds the
-prefix of the turn's session or group is preferred, then one that has the adapter loaded, then the
-least loaded. `reassign` is the one way in which a job leaves a worker without an answer.
+Evaluations go first (they are finite and pinned), then the oldest turn. A turn waits for the worker that
+holds its session's prefix while no slot elsewhere is free; else that of its group is preferred, then one
+that has the adapter loaded, then the least loaded. `reassign` is the one way in which a job leaves a
+worker without an answer.
 """
 
 import asyncio
-import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +28,7 @@ from aether_coordinator.fleet import Fleet
 from aether_coordinator.incarnation import Worker
 from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
+from aether_coordinator.ready import NOWHERE, Ready
 from aether_coordinator.records import DispatchRecord, GroupRecord, TurnRecord
 from aether_coordinator.status import Counters
 from aether_coordinator.streams import Streams
@@ -117,7 +118,7 @@ class Dispatcher:
         self._ledger = ledger
         self._streams = streams
         self._counters = counters
-        self._ready: list[tuple[int, int, str]] = []
+        self._ready = Ready(self._waits)
         self._order = itertools.count()
         self._prefix: dict[str, str] = {}
         self._chosen: asyncio.Queue[tuple[Turn, str, int]] = asyncio.Queue()
@@ -184,48 +185,51 @@ class Dispatcher:
 
     def _wait(self, turn: Turn) -> None:
         turn.worker = None
-        heapq.heappush(self._ready, (0 if turn.kind == "eval" else 1, turn.order, turn.job))
+        home = self._prefix.get(turn.session, NOWHERE)
+        home = NOWHERE if home in turn.failures else home
+        self._ready.add(turn.job, turn.order, urgent=turn.kind == "eval", home=home)
+
+    def _waits(self, job: str) -> bool:
+        turn = self.turns.get(job)
+        return turn is not None and turn.worker is None
 
     def pump(self) -> None:
         """Hand out ready turns while a worker has room."""
         if self._tasks is None:
             return
         while self._ready:
-            _, _, job = self._ready[0]
-            turn = self.turns.get(job)
-            if turn is None or turn.worker is not None:
-                heapq.heappop(self._ready)
-                continue
-            worker = self._choose(turn)
-            if worker is None:
+            room = [worker for worker in self.fleet.workers.values() if worker.room > 0]
+            free = [worker for worker in room if len(worker.jobs) < worker.slots]
+            if not room:
                 return
-            heapq.heappop(self._ready)
+            # Jobs beyond the slots are handed out only when every slot is taken.
+            able = free or room
+            usable = {worker.name for worker in self.fleet.workers.values() if worker.usable}
+            job = self._ready.next({worker.name for worker in able}, usable, take_away=bool(free))
+            if job is None:
+                return
+            turn = self.turns[job]
+            worker = self._choose(turn, able)
             turn.worker = worker.name
             worker.jobs.add(job)
             self._prefix[turn.session] = worker.name
             self._prefix[f"group {turn.group}"] = worker.name
             self._chosen.put_nowait((turn, worker.name, turn.dispatch))
 
-    def _choose(self, turn: Turn) -> Worker | None:
-        room = [worker for worker in self.fleet.workers.values() if worker.room > 0]
+    def _choose(self, turn: Turn, able: list[Worker]) -> Worker:
         # A worker on which it failed gets it again only if there is no other.
         if turn.failures:
-            room = [worker for worker in room if worker.name not in turn.failures] or room
-        if len(room) < 2:
-            return room[0] if room else None
+            able = [worker for worker in able if worker.name not in turn.failures] or able
+        if len(able) == 1:
+            return able[0]
         for prefix in (turn.session, f"group {turn.group}"):
             holder = self._prefix.get(prefix)
-            for worker in room:
-                if worker.name == holder and len(worker.jobs) < worker.slots:
+            for worker in able:
+                if worker.name == holder:
                     return worker
         return min(
-            room,
-            key=lambda worker: (
-                len(worker.jobs) >= worker.slots,
-                turn.adapter not in worker.adapters,
-                len(worker.jobs) / worker.slots,
-                worker.name,
-            ),
+            able,
+            key=lambda worker: (turn.adapter not in worker.adapters, len(worker.jobs) / worker.slots, worker.name),
         )
 
     async def _publish_chosen(self) -> None:

@@ -3,8 +3,8 @@
     uv run python tests/bench/wan.py [--seconds 15] [--slots 16] [--round-trips 0.06 0.2]
 
 This process is the coordinator (gateway, dispatch, ledger, reply intake, as in `queue`), the load a process with 64
-calls at any time. The worker is `aether-worker` in a process of its own with the null engine (turns of one second) and the
-default prefetch, behind a proxy in a process of its own that delays by half of the round trip in each direction.
+calls at any time. The worker is `aether-worker` in a process of its own with the null engine (turns of one second) and
+the default prefetch, behind a proxy in a process of its own that delays by half of the round trip in each direction.
 Measured in the engine: the time between the start and the end of every generation, as a share of slots × time.
 """
 

@@ -29,8 +29,10 @@ class Proxy:
         self._refusing = False
         self._delay_s = 0.0
         self._cut_at: int | None = None
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self._flowing = {True: asyncio.Event(), False: asyncio.Event()}
+        """To clients, and to the target."""
+        for flowing in self._flowing.values():
+            flowing.set()
         self.accepted = 0
         """Connections so far."""
         self.received = 0
@@ -59,15 +61,15 @@ class Proxy:
             writer.transport.abort()
             return
         self._open |= {writer, far_writer}
-        for source, sink, counted in ((reader, far_writer, False), (far_reader, writer, True)):
+        for source, sink, to_client in ((reader, far_writer, False), (far_reader, writer, True)):
             pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(PIECES)
-            for work in (self._take(source, pieces, counted), self._give(pieces, sink)):
+            for work in (self._take(source, pieces, to_client), self._give(pieces, sink, to_client)):
                 task = self._loop.create_task(work)
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def _take(
-        self, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]], counted: bool
+        self, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]], to_client: bool
     ) -> None:
         data = b"-"
         while data:
@@ -75,7 +77,7 @@ class Proxy:
                 data = await reader.read(PIECE)
             except OSError:
                 data = b""
-            if counted:
+            if to_client:
                 self.received += len(data)
                 if self._cut_at is not None and self.received >= self._cut_at:
                     self._cut_at = None
@@ -84,14 +86,16 @@ class Proxy:
                     return
             await pieces.put((self._loop.time() + self._delay_s, data))
 
-    async def _give(self, pieces: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+    async def _give(
+        self, pieces: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, to_client: bool
+    ) -> None:
         """An empty piece is the end: of the other side, told like everything else, after the delay."""
         with suppress(OSError):
             while True:
                 due, data = await pieces.get()
                 if (wait := due - self._loop.time()) > 0:
                     await asyncio.sleep(wait)
-                await self._flowing.wait()
+                await self._flowing[to_client].wait()
                 if not data:
                     break
                 writer.write(data)
@@ -118,11 +122,13 @@ class Proxy:
         self.was_cut.clear()
         self._cut_at = self.received + more
 
-    def silence(self) -> None:
-        """Keep connections open, accept new ones, and let nothing through until `mend`."""
+    def silence(self, *, to_target: bool = True) -> None:
+        """Keep connections open, accept new ones, and let nothing through until `mend`; to clients only, if asked."""
 
         async def silence() -> None:
-            self._flowing.clear()
+            self._flowing[True].clear()
+            if to_target:
+                self._flowing[False].clear()
 
         self._call(silence())
 
@@ -133,7 +139,8 @@ class Proxy:
     def mend(self) -> None:
         async def mend() -> None:
             self._refusing, self._delay_s = False, 0.0
-            self._flowing.set()
+            for flowing in self._flowing.values():
+                flowing.set()
 
         self._call(mend())
 

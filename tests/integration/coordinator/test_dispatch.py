@@ -204,3 +204,28 @@ async def test_a_deadline_fails_the_turn_as_infrastructure(start_coordinator):
     next(iter(run.dispatcher.turns.values())).deadline = 0.0
     status, body = await asyncio.wait_for(call, 10)
     assert status == 503 and "waiting for a worker" in body["error"]["message"]
+
+
+async def test_a_turn_waits_for_its_worker_unless_a_slot_would_idle(start_coordinator, start_worker):
+    run = await start_coordinator()
+    workers = {name: await start_worker(name, slots=1, prefetch=1) for name in ("w1", "w2")}
+    episodes = {name: run.open(group=number + 1) for number, name in enumerate(workers)}
+    homes = {}
+    for name in workers:  # One after the other: the second finds the first one's slot taken.
+        run.ask(episodes[name], [5], session=name)
+        await until(lambda: any(not worker.jobs.empty() for worker in workers.values()))
+        (home,) = [worker for worker in workers.values() if not worker.jobs.empty()]
+        homes[name] = (home, await home.next())
+    (one, first), (two, second) = homes.values()
+    assert one is not two
+    # All slots are taken: the places beyond them are kept for those who are at home there.
+    for number in range(3):
+        run.ask(episodes["w1"], [6 + number], session="w1")
+    await until(lambda: run.dispatcher.waiting == 2)
+    assert (await one.next()).prompt[0] == 6
+    assert two.jobs.empty()
+    # A slot that is free takes the oldest that waits.
+    await two.reply(second, [2])
+    assert (await two.next()).prompt[0] == 7
+    await one.reply(first, [2])
+    assert run.counters.turns_failed == 0
