@@ -167,9 +167,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def keys_of(config: Path, overrides: list[str] | None) -> "Keys":
-    from aether_coordinator.keys import Keys
+    from aether_coordinator.keys import Keys, refuse_other_user
 
-    keys = Keys(ServerSettings.load(config, overrides))
+    settings = ServerSettings.load(config, overrides)
+    refuse_other_user(settings.run_root)
+    keys = Keys(settings)
     keys.remove_expired()
     return keys
 
@@ -192,7 +194,7 @@ def worker_add(name: Name, config: RunConfig = SERVER, overrides: Overrides = No
 def worker_rotate(
     name: Name,
     config: RunConfig = SERVER,
-    overlap: Annotated[float, typer.Option(min=0, help="Minutes for which the old key stays good.")] = 60.0,
+    overlap: Annotated[float, typer.Option(min=0, max=525600, help="Minutes for which the old key stays good.")] = 60.0,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:

@@ -4,10 +4,10 @@ On loopback the status is open to local programs, and what changes the run needs
 `endpoint.json`, which only the user of the run can read. With a configured token everything needs it.
 """
 
+import http.client
 import json
 import os
 import secrets
-import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,13 +16,12 @@ from aether_common.errors import AetherError, ConfigError
 from aether_common.files import write_durably
 from aiohttp import web
 
-from aether_coordinator.loopback import OPENER, guard, serve_http
+from aether_coordinator.loopback import ANY, OPENER, guard, serve_http
 from aether_coordinator.settings import ControlSettings
 from aether_coordinator.status import RunStatus
 
 ENDPOINT = "endpoint.json"
 MIN_TOKEN = 32
-ANY = ("0.0.0.0", "::")
 
 
 class Control:
@@ -54,7 +53,7 @@ class Control:
         check = guard(
             self._token,
             self._on_refused,
-            hosts=(settings.host.strip("[]"), *settings.allowed_hosts),
+            hosts=(settings.host, *settings.allowed_hosts),
             open_reading=settings.token_file is None,
         )
         app = web.Application(middlewares=[check], client_max_size=1 << 16)
@@ -63,14 +62,13 @@ class Control:
         app.router.add_post("/resume", self._post_resume)
         app.router.add_post("/workers", self._post_workers)
         try:
-            await serve_http(app, settings.port, "control", self._tell, settings.host.strip("[]"))
+            await serve_http(app, settings.port, "control", self._tell, settings.host)
         finally:
             (self._run_root / ENDPOINT).unlink(missing_ok=True)
 
     def _tell(self, port: int) -> None:
-        host = self._settings.host.strip("[]")
-        host = "127.0.0.1" if host in ANY else f"[{host}]" if ":" in host else host
-        url = f"http://{host}:{port}"
+        host = ANY.get(self._settings.host, self._settings.host)
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         endpoint = {
             "pid": os.getpid(),
             "url": url,
@@ -124,7 +122,10 @@ def call(run_root: Path, path: str, *, post: bool = False) -> bytes:
         )
         with OPENER.open(request, timeout=10) as response:
             return response.read()
-    except (FileNotFoundError, urllib.error.URLError, ConnectionError, TimeoutError) as error:
+    except PermissionError:
+        raise AetherError(f"{run_root / ENDPOINT} cannot be read: ask as the user of the run") from None
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        # No file, nobody there, or what a killed coordinator left behind, and another program on its port.
         raise AetherError(
             f"no coordinator answers on {run_root} ({error}): start it with `aether-coordinator run server.toml`"
         ) from None

@@ -24,7 +24,7 @@ from loguru import logger
 
 from aether_coordinator import certificates
 from aether_coordinator.accounts import Websocket, make_key, public_key, server_configuration
-from aether_coordinator.loopback import OPENER
+from aether_coordinator.loopback import ANY, OPENER
 from aether_coordinator.settings import ServerSettings
 from aether_coordinator.workers_conf import write_workers
 
@@ -80,9 +80,8 @@ class EmbeddedServer:
     def _listens(self) -> list[tuple[int, str]]:
         """(port, address) of everything that this server listens on, as a local program reaches it."""
         port, websocket_port, monitor_port = self._ports
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
-            self._settings.nats.websocket_host, self._settings.nats.websocket_host
-        )
+        host = self._settings.nats.websocket_host
+        host = ANY.get(host, host)
         return [(port, "127.0.0.1"), (websocket_port, host), (monitor_port, "127.0.0.1")]
 
     def _choose_ports(self) -> tuple[int, int, int]:

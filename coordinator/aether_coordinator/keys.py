@@ -6,6 +6,7 @@ then the operator is told what to change there.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -207,6 +208,17 @@ class Keys:
 
         with suppress(AetherError):
             call(self._root, "/workers", post=True)
+
+
+def refuse_other_user(run_root: Path) -> None:
+    """Raise `ConfigError` unless this is the user of the run: it could not read what another, root too, writes."""
+    with suppress(FileNotFoundError):
+        owner = (run_root / "coordinator.lock").stat().st_uid
+        if owner != os.geteuid():
+            raise ConfigError(
+                f"the run in {run_root} belongs to another user (uid {owner}), who could not read the files that this "
+                f"command writes: sudo -u '#{owner}' aether-coordinator worker …"
+            )
 
 
 ANOTHER = "choose another name, or make it another key by `aether-coordinator worker rotate`"

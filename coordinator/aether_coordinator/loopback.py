@@ -15,6 +15,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of their family, and how this machine reaches them."""
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """For requests to this machine: what `http_proxy` names must neither see nor answer them."""
 

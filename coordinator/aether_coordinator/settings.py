@@ -122,6 +122,11 @@ class ControlSettings(Section):
     allowed_hosts: list[str] = []
     """Names by which the endpoint is called, besides loopback and `host`: what a proxy sends as Host, without port."""
 
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        return value.strip("[]")
+
     @model_validator(mode="after")
     def _token(self) -> Self:
         if self.token_file is None and not is_loopback(self.host):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -161,6 +162,13 @@ async def test_all_addresses_are_called_by_their_names_only(serve: Serve, token_
     assert await served.ask("GET", "/status", Host="other.example", **bearer(TOKEN)) == 403
 
 
+@pytest.mark.parametrize("host", ["::", "[::]"])
+async def test_all_addresses_of_ipv6_are_reached_by_it(serve: Serve, token_file: Path, host: str) -> None:
+    served = await serve(host=host, token_file=token_file)
+    assert served.endpoint["url"].startswith("http://[::1]:")
+    assert await served.ask("GET", "/status", **bearer(TOKEN)) == 200
+
+
 async def test_a_bad_address_is_told(serve: Serve, token_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"control.host = '192.0.2.1', port 0: cannot listen"):
         await serve(host="192.0.2.1", token_file=token_file)
@@ -170,7 +178,7 @@ def test_another_address_demands_a_token() -> None:
     for host in ("0.0.0.0", "10.1.2.3", "run.example", "::"):
         with pytest.raises(ValidationError, match=r"lets other machines ask: set control\.token_file"):
             ControlSettings(host=host)
-    for host in ("127.0.0.1", "localhost", "::1"):
+    for host in ("127.0.0.1", "localhost", "::1", "[::1]"):
         assert ControlSettings(host=host).token_file is None
 
 
@@ -195,5 +203,26 @@ def test_token_files(tmp_path: Path, text: str | None, mode: int, says: str) -> 
 
 
 def test_no_coordinator_is_told(tmp_path: Path) -> None:
-    with pytest.raises(AetherError, match="no coordinator answers on"):
-        call(tmp_path, "/status")
+    for left_behind in (None, "", "{}", '{"url": "http://127.0.0.1:1", "token": "t"}', '{"url": 1, "token": "t"}'):
+        if left_behind is not None:
+            (tmp_path / "endpoint.json").write_text(left_behind)
+        with pytest.raises(AetherError, match="no coordinator answers on"):
+            call(tmp_path, "/status")
+
+
+def test_another_program_at_the_port_is_no_coordinator(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "endpoint.json").write_text(json.dumps({"url": url, "token": "t"}))
+
+        def speak() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"220 mail.example\r\n")
+                connection.recv(4096)
+
+        speaking = threading.Thread(target=speak)
+        speaking.start()
+        with pytest.raises(AetherError, match="no coordinator answers on"):
+            call(tmp_path, "/status")
+        speaking.join()

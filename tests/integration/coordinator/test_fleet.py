@@ -93,8 +93,11 @@ async def test_a_worker_that_fails_eight_times_is_quarantined_until_it_is_releas
     await bad.beat()
     await asyncio.sleep(0.3)
     assert bad.jobs.empty() and run.dispatcher.waiting == 1
+    released: list[str] = []
+    run.fleet.on_released = released.append
     lift(run.root, "w1", "quarantined")
     await run.fleet.look()
+    assert released == ["w1"]
     await bad.reply(await bad.next(), [2])
     assert await run.answer(waiting) == [2]
     assert shown(run, "w1").state == "connected" and not shown(run, "w1").reason
@@ -157,8 +160,10 @@ async def test_a_revoked_name_is_out_at_once_and_stays_out(start_coordinator, st
     call = run.ask(episode, [5])
     job = await revoked.next()
     other = await start_worker("w2")
+    run.fleet._records["w1"] = run.fleet._records["w1"].with_(seen_s=0.0)
     ban(run.root, "w1", "revoked", "by the operator")
     await run.fleet.look()
+    assert shown(run, "w1").last_seen_s < 60
     again = await other.next()
     assert (again.job, again.dispatch) == (job.job, 1)
     (turn,) = run.dispatcher.turns.values()

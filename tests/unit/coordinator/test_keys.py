@@ -1,6 +1,7 @@
 """The `worker` commands' work on files: what they write, what they refuse, and what they tell the operator."""
 
 import json
+import os
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ from aether_coordinator import keys as keys_module
 from aether_coordinator.accounts import make_key, public_key
 from aether_coordinator.events import read_events
 from aether_coordinator.host import write_host
-from aether_coordinator.keys import Keys
+from aether_coordinator.keys import Keys, refuse_other_user
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import WorkerRecord
 from aether_coordinator.roster import Entry, roster, table
@@ -163,6 +164,16 @@ def test_a_server_elsewhere_is_told_to_the_operator(tmp_path: Path) -> None:
         keys.rotate("w1", HOUR)
     public = keys_of(tmp_path, "nats.url=tls://n:1", "nats.key_file=c.nk", "nats.public_url=wss://p.example/run")
     assert 'url = "wss://p.example/run"' in public.add("w2").lines
+
+
+def test_another_user_than_that_of_the_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_other_user(tmp_path)  # Nothing runs there yet.
+    (tmp_path / "coordinator.lock").touch()
+    refuse_other_user(tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match=f"belongs to another user .uid {owner}.*sudo -u '#{owner}'"):
+        refuse_other_user(tmp_path)
 
 
 def test_a_thousand_users(tmp_path: Path) -> None:
