@@ -58,7 +58,7 @@ class AdapterCheck:
         try:
             config: Any = json.loads(path.read_bytes())
             rank, targets = config["r"], config["target_modules"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise AdapterError(f"adapter_config.json cannot be read: {error!r}") from error
         refused = {
             "peft_type": config.get("peft_type") != "LORA",
@@ -94,7 +94,7 @@ def read_header(path: Path) -> dict[str, Any]:
             header.pop("__metadata__", None)
             ends = [tensor["data_offsets"][1] for tensor in header.values()]
             whole = all(isinstance(tensor["shape"], list) and tensor["dtype"] for tensor in header.values())
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise AdapterError(f"{path.name} is no safetensors file: {error!r}") from error
     if not whole or max(ends, default=0) != size - 8 - length:
         raise AdapterError(f"{path.name} is no whole safetensors file")

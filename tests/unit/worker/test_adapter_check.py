@@ -76,8 +76,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         weights.write_bytes(content)
         with pytest.raises(AdapterError, match=r"adapter_model\.safetensors is no (whole )?safetensors file"):
             AdapterCheck("float32")(tmp_path)
+    nested = b"[" * 100_000
+    weights.write_bytes(len(nested).to_bytes(8, "little") + nested)
+    with pytest.raises(AdapterError, match="is no safetensors file"):
+        AdapterCheck("float32")(tmp_path)
     weights.write_bytes(whole)
-    for text in ("", "[]", "{", '{"r": 2}', "null"):
+    for text in ("", "[]", "{", '{"r": 2}', "null", "[" * 100_000):
         config.write_text(text)
         with pytest.raises(AdapterError, match=r"adapter_config\.json cannot be read"):
             AdapterCheck("float32")(tmp_path)

@@ -356,10 +356,22 @@ async def test_nothing_is_left_when_the_guard_is_killed(fake: Fake) -> None:
     await engine.start()
     child = fake.lines("starts")[0]["pid"]
     (fake.directory / "stubborn").unlink()
-    os.kill(int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+    os.kill(parent_of(child), signal.SIGKILL)
     await until(lambda: len(fake.lines("starts")) == 2)
     assert not alive(child)
     await engine.stop()
+
+
+async def test_sigterm_to_the_guard_ends_nothing(fake: Fake, engine: VllmEngine) -> None:
+    """As from a supervisor that tells all processes of the worker: running jobs still finish."""
+    child = fake.lines("starts")[0]["pid"]
+    os.kill(parent_of(child), signal.SIGTERM)
+    await asyncio.sleep(0.5)
+    assert alive(child) and await engine.health()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 async def test_what_the_system_refuses_ends_no_supervision(
@@ -391,6 +403,14 @@ async def until_healthy(engine: VllmEngine) -> None:
     async with asyncio.timeout(20):
         while not await engine.health():  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.05)
+
+
+def test_what_of_our_environment_is_not_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONPATH", "VLLM_API_KEY", "AETHER_WORKER_HEADERS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "set")
+    environment = vllm_server.environment()
+    assert not {"PYTHONPATH", "VLLM_API_KEY", "AETHER_WORKER_HEADERS"} & set(environment)
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["HF_HUB_OFFLINE"]) == ("set", "1")
 
 
 def test_every_server_draws_other_numbers(fake: Fake) -> None:

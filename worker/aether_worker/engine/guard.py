@@ -24,6 +24,9 @@ def _end_with_guard() -> None:
 
 def guard(command: list[str]) -> int:
     """Run `command` to its end; returns its exit status, 128 + n for signal n."""
+    # A supervisor that tells every process of the worker means the worker: it says when. No SIG_IGN, which the
+    # server would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -87,9 +87,13 @@ def environment() -> dict[str, str]:
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # The paths of this environment's modules mean nothing to another's interpreter.
-        # With an API key it would refuse our own requests.
-        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_API_KEY")},
+        # The paths of this environment's modules mean nothing to another's interpreter; with an API key it would
+        # refuse our own requests; our settings may hold secrets.
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "VLLM_API_KEY") and not name.startswith(WorkerSettings.PREFIX)
+        },
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
