@@ -284,13 +284,26 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-async def test_above_its_memory_limit_it_is_started_again_when_its_requests_are_done(fake: Fake) -> None:
-    vllm = fake.settings.vllm.model_copy(update={"max_memory_gib": 1e-6})
-    engine = VllmEngine(fake.settings.model_copy(update={"vllm": vllm}), fake.directory)
+def limited(fake: Fake) -> VllmEngine:
+    """With a memory limit of 0.001 GiB, which counts once `grown` is there."""
+    vllm = fake.settings.vllm.model_copy(update={"max_memory_gib": 0.001})
+    return VllmEngine(fake.settings.model_copy(update={"vllm": vllm}), fake.directory)
+
+
+@pytest.fixture
+def grown(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Path:
+    grown, measured = fake.directory / "grown", vllm_server.resident_bytes
+    monkeypatch.setattr(vllm_server, "resident_bytes", lambda pid: measured(pid) if grown.exists() else 0)
+    return grown
+
+
+async def test_above_its_memory_limit_it_is_started_again_when_its_requests_are_done(fake: Fake, grown: Path) -> None:
+    engine = limited(fake)
     await engine.start()
     await engine.load_adapter(4, A, fake.adapter)
     long = asyncio.create_task(engine.generate(request(888), lambda _: None))
     await until(lambda: (fake.directory / "streaming").exists())
+    grown.touch()
     while await engine.health():  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.02)
     with pytest.raises(EngineUnavailable):
@@ -311,14 +324,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_requests_that_a_recycling_cuts_off_are_no_failures(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_a_recycling_cuts_off_are_no_failures(
+    fake: Fake, grown: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_server, "RECYCLE_S", 0.2)
-    vllm = fake.settings.vllm.model_copy(update={"max_memory_gib": 1e-6})
-    engine = VllmEngine(fake.settings.model_copy(update={"vllm": vllm}), fake.directory)
+    engine = limited(fake)
     await engine.start()
     await engine.load_adapter(4, A, fake.adapter)
     with pytest.raises(EngineUnavailable, match="started again for its memory"):
-        await engine.generate(request(888), lambda _: None)
+        await engine.generate(request(888), lambda _: grown.touch())
     await engine.stop()
 
 
