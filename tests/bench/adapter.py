@@ -1,12 +1,13 @@
 """Download of an adapter by the worker's own code, against a plain HTTP file response and against nats-py's get.
 
-    uv run python tests/bench/adapter.py [--rounds 3] [--mib 256] [--distant-mib 64]
+    uv run python tests/bench/adapter.py [--rounds 3] [--mib 256] [--distant-mib 256]
 
 Near: over wss:// on loopback, `AdapterCache` in a process of its own (looked up, fetched, SHA-256 verified, checked,
 fsynced, renamed); against it an aiohttp client, in a process of its own, that writes aiohttp's `FileResponse` over
-plain HTTP to a file: no TLS, nothing verified, no fsync. Distant: the same code behind a proxy that delays by 30 ms in
-each direction (60 ms round trip, no limit of bandwidth), against nats-py's `ObjectStore.get(writeinto=file)` behind
-the same proxy, which goes over plain TCP with the coordinator's account: a worker may not do what it needs.
+plain HTTP to a file: no TLS (the kernel sends the file), nothing verified, no fsync. For comparison the same client
+with the work that a worker does too: HTTPS, SHA-256, fsync. Distant: the worker's code behind a proxy that delays by
+30 ms in each direction (60 ms round trip, no limit of bandwidth), against nats-py's `ObjectStore.get(writeinto=file)`
+behind the same proxy, which goes over plain TCP with the coordinator's account: a worker may not do what it needs.
 """
 
 import sys
@@ -19,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
+import ssl
 import subprocess
 import tempfile
 import time
@@ -63,12 +66,22 @@ async def by_worker(directory: Path, url: str, ca: str, digest: str) -> dict[str
     return {"mb_s": size / seconds / 1e6, "rss_mib": peak_rss_mib()}
 
 
-async def by_http(directory: Path, url: str) -> dict[str, float]:
+async def by_http(directory: Path, url: str, ca: str = "", digest: str = "") -> dict[str, float]:
+    """With `digest` it is verified and fsynced."""
+    context = ssl.create_default_context(cafile=ca) if ca else True
+    hasher = hashlib.sha256()
     with tempfile.TemporaryFile(dir=directory) as file:
         started = time.perf_counter()
-        async with ClientSession() as session, session.get(url) as response:
+        async with ClientSession() as session, session.get(url, ssl=context) as response:
             async for data in response.content.iter_any():
                 file.write(data)
+                if digest:
+                    hasher.update(data)
+        if digest:
+            file.flush()
+            os.fsync(file.fileno())
+            if hasher.hexdigest() != digest:
+                raise RuntimeError("corrupt")
         seconds = time.perf_counter() - started
         size = file.tell()
     return {"mb_s": size / seconds / 1e6, "rss_mib": peak_rss_mib()}
@@ -104,12 +117,17 @@ async def run_client(how: str, *arguments: str) -> dict[str, float]:
 # ---- servers -------------------------------------------------------------------------------------
 
 
-async def serve_files(directory: str) -> None:
+async def serve_files(directory: str, *pair: str) -> None:
+    """Over HTTP, or over HTTPS with that certificate and key."""
+    context = None
+    if pair:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*pair)
     app = web.Application()
     app.router.add_get("/{name}", lambda request: web.FileResponse(Path(directory) / request.match_info["name"]))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
     print(runner.addresses[0][1], flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await runner.cleanup()
@@ -152,7 +170,9 @@ async def put_adapter(streams: Streams, directory: Path) -> None:
 async def benchmark(directory: Path, rounds: int, mib: int, distant_mib: int) -> None:
     near, distant = directory / "near", directory / "distant"
     near_digest, distant_digest = make_adapter(near, mib), make_adapter(distant, distant_mib)
-    weights = next(entry.sha256 for entry in list_files(distant) if entry.name == WEIGHTS)
+    near_weights, weights = (
+        next(entry.sha256 for entry in list_files(adapter) if entry.name == WEIGHTS) for adapter in (near, distant)
+    )
     server = NatsServer(directory / "nats", max_storage_mib=4 * (mib + distant_mib) + 256, hosts=["localhost"])
     server.directory.mkdir()
     server.add_worker(WORKER)
@@ -167,9 +187,10 @@ async def benchmark(directory: Path, rounds: int, mib: int, distant_mib: int) ->
         for adapter in (near, distant):
             await put_adapter(streams, adapter)
         await bus.close()
-        http_port = await stack.enter_async_context(
-            server_process(sys.executable, __file__, "--serve-files", str(near))
-        )
+        files = [sys.executable, __file__, "--serve-files", str(near)]
+        pair = [str(server.directory / "server.pem"), str(server.directory / "server.key")]
+        http_port = await stack.enter_async_context(server_process(*files))
+        https_port = await stack.enter_async_context(server_process(*files, *pair))
         far_websocket = await stack.enter_async_context(server_process(*proxy, str(server.websocket_port)))
         far_tcp = await stack.enter_async_context(server_process(*proxy, str(server.port)))
         ca = str(server.directory / "ca.pem")
@@ -181,6 +202,9 @@ async def benchmark(directory: Path, rounds: int, mib: int, distant_mib: int) ->
             rounds,
             worker=lambda: worker(server.websocket_port, near_digest),
             http=lambda: run_client("http", str(directory), f"http://127.0.0.1:{http_port}/{WEIGHTS}"),
+            https=lambda: run_client(
+                "http", str(directory), f"https://localhost:{https_port}/{WEIGHTS}", ca, near_weights
+            ),
             far_worker=lambda: worker(far_websocket, distant_digest),
             far_nats_py=lambda: run_client(
                 "nats-py", str(directory), f"nats://127.0.0.1:{far_tcp}", server.coordinator.seed, weights
@@ -193,6 +217,7 @@ def report(rounds_of: dict[str, list[dict[str, float]]], rounds: int, mib: int, 
     labels = {
         "worker": f"worker, wss, verified and fsynced, {mib} MiB",
         "http": f"plain HTTP file response to a file, {mib} MiB",
+        "https": f"HTTPS file response to a file, verified and fsynced, {mib} MiB",
         "far_worker": f"worker, wss, 60 ms round trip, {distant_mib} MiB",
         "far_nats_py": f"nats-py get(writeinto), tcp, 60 ms, {distant_mib} MiB",
     }
@@ -212,9 +237,9 @@ def report(rounds_of: dict[str, list[dict[str, float]]], rounds: int, mib: int, 
         ],
     )
     ratio, distant_ratio = speed["worker"] / speed["http"], speed["far_worker"] / speed["far_nats_py"]
-    print(
-        f"near: {ratio:.2f} of plain HTTP (goal {GOAL}); distant: {distant_ratio:.1f} × nats-py (goal {DISTANT_GOAL})"
-    )
+    same_work = speed["worker"] / speed["https"]
+    print(f"near: {ratio:.2f} of plain HTTP (goal {GOAL}), {same_work:.2f} of HTTPS with the same work")
+    print(f"distant: {distant_ratio:.1f} × nats-py (goal {DISTANT_GOAL})")
     print(f"peak RSS of the worker's process: {rss:.0f} MiB (goal {RSS_GOAL_MIB})")
     finish(
         "adapter",
@@ -223,6 +248,7 @@ def report(rounds_of: dict[str, list[dict[str, float]]], rounds: int, mib: int, 
         rounds=rounds,
         **{f"{side}_mb_s": round(value, 1) for side, value in speed.items()},
         rss_mib=round(rss, 1),
+        same_work_ratio=round(same_work, 3),
         distant_ratio=round(distant_ratio, 2),
         distant_goal=DISTANT_GOAL,
         ratio=ratio,
@@ -235,12 +261,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--distant-mib", type=int, default=64)
+    parser.add_argument("--distant-mib", type=int, default=256)
     parser.add_argument("--client", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--serve-files", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-files", nargs="+", help=argparse.SUPPRESS)
     options: Any = parser.parse_args()
     if options.serve_files:
-        asyncio.run(serve_files(options.serve_files))
+        asyncio.run(serve_files(*options.serve_files))
     elif options.client:
         how, directory, *arguments = options.client
         client: Any = {"worker": by_worker, "http": by_http, "nats-py": by_nats_py}[how]

@@ -25,9 +25,9 @@ from nats.aio.msg import Msg
 
 IN_FLIGHT_S = 0.5
 """As many bytes are asked for ahead as came in so long."""
-MIN_BYTES, MAX_BYTES = 1 << 20, 16 << 20
+MIN_BYTES, MAX_BYTES = 1 << 20, 24 << 20
 """Bounds of that, for all objects that are read at the same time; the server's pending limit is well above."""
-WINDOWS = 4
+WINDOWS = 8
 """Windows in flight, when chunks are small enough; never fewer than two."""
 SILENCE_S = 5.0
 """A reading to which nothing comes for so long starts anew behind the last chunk."""

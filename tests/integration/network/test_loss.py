@@ -60,7 +60,7 @@ def far_away(require: Callable[..., None]) -> Iterator[str]:
         ip("-n", name, "link", "set", "lo", "up")
         for chain in ("INPUT", "OUTPUT"):
             # Every hundredth, not one in a hundred at random: else now and then a short test would see no loss.
-            drop = ["-m", "statistic", "--mode", "nth", "--every", str(round(1 / LOSS)), "-j", "DROP"]
+            drop = ["-m", "statistic", "--mode", "nth", "--every", str(round(1 / LOSS)), "--packet", "0", "-j", "DROP"]
             ip("netns", "exec", name, "iptables", "-A", chain, *drop)
     except FileNotFoundError as error:
         missing = f"no {error.filename}"
