@@ -212,6 +212,8 @@ class Heartbeat(Message):
     draining: bool = False
     tokens_total: int = 0
     """Completion tokens since the start of this incarnation."""
+    adapter_load_s: float | None = None
+    """How long the newest adapter took to fetch and load, seconds."""
     clock: float = 0.0
     """Unix time, seconds."""
 

@@ -248,6 +248,7 @@ class Fleet:
         worker.progress.beat(now, request.running, request.tokens_total, idle=not worker.jobs)
         worker.adapters = set(request.adapters)
         worker.engine_ready = request.engine_ready
+        worker.adapter_load_s = request.adapter_load_s
         worker.draining = request.draining
         had_left, worker.left = worker.left, request.draining and not request.running
         worker.tokens.append((now, request.tokens_total))
@@ -415,6 +416,7 @@ class Fleet:
                 running=len(worker.jobs),
                 tokens_per_s=round(worker.rate(), 1),
                 adapters=len(worker.adapters),
+                adapter_load_s=worker.adapter_load_s,
                 last_seen_s=round(now - worker.seen, 1),
                 reason=worker.quarantine,
                 failures=worker.failures,

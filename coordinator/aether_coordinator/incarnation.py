@@ -38,6 +38,7 @@ class Worker:
     """Jobs assigned to it."""
     running: dict[str, int] = field(default_factory=dict)
     adapters: set[str] = field(default_factory=set)
+    adapter_load_s: float | None = None
     engine_ready: bool = True
     draining: bool = False
     lost: bool = False

@@ -27,6 +27,8 @@ class WorkerStatus(_Part):
     """Jobs in its hands: generating, or prefetched for the next free slot."""
     tokens_per_s: float = 0.0
     adapters: int = 0
+    adapter_load_s: float | None = None
+    """How long the newest adapter took to fetch and load."""
     last_seen_s: float = 0.0
     """Seconds since the last heartbeat."""
     reason: str = ""

@@ -16,7 +16,7 @@ from loguru import logger
 
 from aether_worker.adapter_check import AdapterError
 from aether_worker.adapters import AdapterCache
-from aether_worker.engine.base import Engine
+from aether_worker.engine.base import Engine, EngineUnavailable
 
 IDLE_S = 60.0
 """An adapter that nobody wants any more is unloaded so long after its last use."""
@@ -43,6 +43,8 @@ class LoadedAdapters:
         self._jitter_s = jitter_s
         self._entries: dict[str, _Entry] = {}
         self._desired: Sequence[PolicyRef] = ()
+        self.load_s: float | None = None
+        """How long the newest adapter took to fetch and load, seconds."""
         self._news = asyncio.Event()
 
     @property
@@ -101,6 +103,8 @@ class LoadedAdapters:
             entry = self._entries.setdefault(policy.adapter, _Entry())
             try:
                 await self._load(entry, policy.version, policy.adapter)
+            except EngineUnavailable:
+                complete = False  # It tells itself that it starts.
             except (AdapterError, EngineError) as error:
                 logger.warning("policy {} is not ready: {}", policy.version, error)
                 complete = False
@@ -118,6 +122,7 @@ class LoadedAdapters:
                 await self._engine.load_adapter(version, digest, path)
                 entry.loaded = True
                 entry.last_used = time.monotonic()
+                self.load_s = entry.last_used - started
                 logger.bind(policy=version).info(
                     "adapter ready: fetched in {:.2f} s, loaded in {:.2f} s",
                     fetched - started,

@@ -120,6 +120,7 @@ class Presence:
                 engine_ready=await self._engine.health(),
                 draining=self.draining,
                 tokens_total=self._lane.tokens_total,
+                adapter_load_s=self._adapters.load_s,
                 clock=time.time(),
             ),
             REQUEST_S,

@@ -82,6 +82,7 @@ async def test_register_work_and_drain(coordinator: Coordinator, worker: Worker,
     coordinator.want(policies=[policy])
     process = await worker.start("--set", "null.tokens_per_s=40")
     await until(lambda: any(beat.adapters == [policy.adapter] for beat in coordinator.heartbeats))
+    assert 0 < (coordinator.heartbeats[-1].adapter_load_s or 0.0) < 10
     registration = coordinator.registrations[0]
     assert (registration.worker, registration.engine, registration.slots, registration.window) == (WORKER, "null", 2, 4)
     assert registration.identity.vocab_size == 100
