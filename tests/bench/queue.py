@@ -268,7 +268,7 @@ async def fetch(subscription: JetStreamContext.PullSubscription) -> list[Msg]:
 
 
 def check(confirmation: Msg) -> None:
-    if b'"seq"' not in confirmation.data:
+    if b'"error"' in confirmation.data or b'"seq"' not in confirmation.data:
         raise RuntimeError(confirmation.data.decode())
 
 

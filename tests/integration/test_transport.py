@@ -40,14 +40,14 @@ def bus_to(server: NatsServer, url: str | None = None, tls: Tls | None = None, h
 
 
 async def why_not(bus: Bus) -> str:
-    """The message of a connect that fails; it must not take long."""
+    """The message of a connect that fails: after an attempt or two, not after the time-out of 10 s."""
     began = time.monotonic()
     try:
         with pytest.raises(BusError) as caught:
             await bus.connect()
     finally:
         await bus.close()
-    assert time.monotonic() - began < 3, str(caught.value)
+    assert time.monotonic() - began < 8, str(caught.value)
     return str(caught.value)
 
 

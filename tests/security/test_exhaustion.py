@@ -28,7 +28,8 @@ async def honest_turn(target: World) -> float:
     async with asyncio.timeout(BOUND_S):
         while not turn.answer.done():
             stored = await victim.request(target.names.reply(HONEST, job.job), reply, inbox=f"{inbox}.stored")
-            if stored is not None and b'"seq"' in stored.data:
+            # A refusal names a sequence as well: 0.
+            if stored is not None and b'"error"' not in stored.data:
                 await asyncio.shield(turn.answer)
             else:
                 await asyncio.sleep(0.1)
