@@ -143,7 +143,7 @@ async def test_nobody_listens_and_nobody_answers(server: NatsServer) -> None:
         with pytest.raises(BusError, match="within 1 s"):
             await bus.connect(1)
         await bus.close()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 8  # nats-py alone: a minute and more.
 
 
 async def test_a_client_certificate(tmp_path: Path) -> None:
@@ -213,7 +213,8 @@ async def test_revoked_while_connected_is_refused_at_once(server: NatsServer) ->
     server.revoke_worker(W1)
     with pytest.raises(AuthorizationError, match=r"refuses the key of w1.*revoked"):
         await asyncio.wait_for(bus.raise_when_refused(), 5)
-    assert time.monotonic() - began < 1
+    # Within a second (0.05 s was measured), and one more for a machine that is busy.
+    assert time.monotonic() - began < 2
     assert other.connected.is_set()
     assert not other.refused.is_set()
     await bus.close()

@@ -78,7 +78,7 @@ async def test_a_connect_to_a_silent_peer_is_bounded(
         with pytest.raises(BusError, match=f"no connection to nats-server at {scheme}://localhost:{port}"):
             await bus.connect(1)
         await bus.close()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 8  # nats-py alone: a minute and more.
 
 
 def test_a_dead_link_is_noticed_within_a_minute() -> None:
