@@ -23,7 +23,14 @@ class FinishedRun:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[FinishedRun]:
     batch = {"groups": 2, "group_size": 16, "max_policy_lag": 0}
-    run = TinyRun(tmp_path_factory.mktemp("finished"), tiny_model, steps=STEPS, batch=batch)
+    held_out = {
+        "name": "held_out",
+        "taskset": "aether_lowercase",
+        "taskset_args": {"count": 4, "first": 100},
+        "sampling": {"temperature": 1.0, "max_tokens": 12},
+        "every": STEPS // 3,
+    }
+    run = TinyRun(tmp_path_factory.mktemp("finished"), tiny_model, steps=STEPS, batch=batch, eval=[held_out])
     try:
         run.add_worker("w1")
         coordinator = run.start_coordinator()

@@ -83,6 +83,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
         yield server
 
 
+@pytest.mark.long
 async def test_the_slots_stay_busy(
     far_away: str, coordinator: Coordinator, server: NatsServer, model: Path, tmp_path: Path
 ) -> None:
