@@ -15,15 +15,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """Sums over the tokens of the mask, as scalar tensors without gradient, so that micro-batches add up."""
+    """Without gradient. Sums over the tokens of the mask are scalars, so that micro-batches add up."""
 
     tokens: Tensor
     """Tokens in the mask."""
     clipped: Tensor
     """Tokens that get no gradient because their ratio left the trust region."""
-    kl: Tensor
-    """Sum of the k3 estimate of KL(sampler ‖ trainer) (Schulman 2020, "Approximating KL Divergence"):
-    (r - 1) - log r with r = p_trainer / p_sampler, unbiased over tokens drawn from the sampler and never negative."""
+    k3: Tensor
+    """Of each token (the shape of the logprobs, 0 outside the mask), the k3 estimate of KL(sampler ‖ trainer) (Schulman
+    2020, "Approximating KL Divergence"): (r - 1) - log r with r = p_trainer / p_sampler, unbiased over tokens drawn
+    from the sampler and never negative."""
+
+    @property
+    def kl(self) -> Tensor:
+        """Sum of k3."""
+        return self.k3.sum()
 
 
 def policy_gradient_loss(
@@ -57,6 +63,7 @@ def policy_gradient_loss(
         stats = LossStats(
             tokens=mask.sum(),
             clipped=(mask & (too_high | too_low)).sum(),
-            kl=((ratio - 1) - log_ratio).sum(),
+            # Exact for logprobs that are nearly equal, where ratio - 1 keeps no digit.
+            k3=torch.expm1(log_ratio) - log_ratio,
         )
     return loss, stats

@@ -133,10 +133,9 @@ def _accumulate(
     try:
         with phases("forward"):
             logprobs_m, entropies_m = sampled_logprobs(policy.model, micro_batch)
-            sampling_m = flat([logprob for row in micro_batch.rows for logprob in row.logprobs])
             loss, stats = policy_gradient_loss(
                 logprobs_m,
-                sampling_m,
+                flat([logprob for row in micro_batch.rows for logprob in row.logprobs]),
                 flat([advantage for row in micro_batch.rows for advantage in row.advantages]),
                 torch.ones_like(logprobs_m, dtype=torch.bool),
                 normaliser=sampled,
@@ -157,8 +156,7 @@ def _accumulate(
         "clip_fraction": float(stats.clipped),
         "tokens_trained": float(stats.tokens),
     }
-    log_ratio_m = logprobs_m.detach() - sampling_m
-    return sums, torch.expm1(log_ratio_m) - log_ratio_m
+    return sums, stats.k3
 
 
 def add_mismatch(mismatch: dict[str, Mismatch], rows: Sequence[Row], k3_m: Sequence[float], step: int) -> None:
