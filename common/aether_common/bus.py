@@ -20,6 +20,7 @@ from aether_common.client import RECONNECT_S, ResilientClient, is_authorization
 from aether_common.errors import AuthorizationError, BusError, ConfigError
 from aether_common.tls import Tls, explain
 
+_HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 _SEED = re.compile(r"S[A-Z2-7]{57}")
 
 CONNECT_TIMEOUT_S = 10.0
@@ -62,6 +63,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_host(name: str) -> str:
+    """A DNS name or an IP address, as it stands in a certificate and a URL. Raises `ValueError`."""
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        if len(name) > 253 or not _HOST.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no host name and no IP address: give the name alone, without scheme and port"
+            ) from None
+        return name.lower()
+
+
+def in_url(host: str) -> str:
+    """A host as it stands in front of a port: an address of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def read_seed(path: Path) -> str:

@@ -24,6 +24,8 @@ FinishReason = Literal["stop", "length"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 Short = Annotated[str, Field(max_length=64)]
+CLOCK_SKEW_S = 30.0
+"""Clocks of two machines that differ by more are complained about."""
 MAX_WINDOW = 4096
 """Jobs that one worker may hold: one that claims more would draw all work to itself."""
 

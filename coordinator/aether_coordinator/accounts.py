@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nkeys
+from aether_common.bus import in_url
 from aether_common.names import Names
 
 
@@ -43,7 +44,7 @@ class Websocket:
     """Whoever connects must show a certificate that this authority signed."""
 
     def listen(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{in_url(self.host)}:{self.port}"
 
     def tls(self) -> str:
         """The block's encryption, in the words of nats-server."""

@@ -5,11 +5,11 @@ The authority is made once for a directory and signs nothing but its server's ce
 """
 
 import ipaddress
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from aether_common.bus import check_host, in_url
 from aether_common.errors import ConfigError
 from aether_common.files import write_durably
 from cryptography import x509
@@ -27,52 +27,19 @@ RENEW_DAYS = 60
 """A server certificate with less time left than this is made again when its server is prepared."""
 CLOCK_SKEW = timedelta(hours=1)
 
-_HOST = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
-
-
-def check_host(name: str) -> str:
-    """A DNS name or an IP address, as it stands in a certificate and a URL. Raises `ValueError`."""
-    try:
-        return str(ipaddress.ip_address(name))
-    except ValueError:
-        if len(name) > 253 or not _HOST.fullmatch(name):
-            raise ValueError(
-                f"{name!r} is no host name and no IP address: give the name alone, without scheme and port"
-            ) from None
-        return name.lower()
-
 
 def make_authority(directory: Path, run: str) -> None:
     """Write `ca.pem` and `ca.key`; the key stays on this host."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Aether RL run {run}")])
+    name = _name(f"Aether RL run {run}")
     now = datetime.now(UTC)
-    usage = x509.KeyUsage(
-        key_cert_sign=True,
-        crl_sign=True,
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
     certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        _builder(name, name, key, x509.BasicConstraints(ca=True, path_length=0), {"key_cert_sign", "crl_sign"})
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + timedelta(days=AUTHORITY_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(directory / AUTHORITY_KEY, _private(key))
-    _write(directory / AUTHORITY, certificate.public_bytes(serialization.Encoding.PEM))
+    _write_pair(directory / AUTHORITY_KEY, key, directory / AUTHORITY, certificate)
 
 
 def issue(directory: Path, hosts: Sequence[str], days: int = SERVER_DAYS) -> None:
@@ -85,35 +52,45 @@ def issue(directory: Path, hosts: Sequence[str], days: int = SERVER_DAYS) -> Non
     key = ec.generate_private_key(ec.SECP256R1())
     names = with_local(hosts)
     now = datetime.now(UTC)
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=False,
-        crl_sign=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    server = x509.BasicConstraints(ca=False, path_length=None)
     certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])]))
-        .issuer_name(authority.subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        _builder(_name(names[0][:64]), authority.subject, key, server, {"digital_signature"})
         .not_valid_before(now + timedelta(days=min(days, 0)) - CLOCK_SKEW)
         .not_valid_after(min(now + timedelta(days=days), authority.not_valid_after_utc))
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
-    _write(directory / SERVER_KEY, _private(key))
-    _write(directory / SERVER, certificate.public_bytes(serialization.Encoding.PEM))
+    _write_pair(directory / SERVER_KEY, key, directory / SERVER, certificate)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    constraints: x509.BasicConstraints,
+    usages: set[str],
+) -> x509.CertificateBuilder:
+    """What every certificate has; `usages` are the key's, all others are excluded."""
+    every = (
+        *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+        *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+    )
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .add_extension(constraints, critical=True)
+        .add_extension(x509.KeyUsage(**{usage: usage in usages for usage in every}), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
 
 
 def prepare(directory: Path, run: str, hosts: Sequence[str]) -> None:
@@ -162,7 +139,7 @@ def first_name(path: Path) -> str:
 
 def websocket_url(host: str, port: int = 443) -> str:
     """The URL that workers dial; HTTPS's port is left out."""
-    return f"wss://{f'[{host}]' if ':' in host else host}" + (f":{port}" if port != 443 else "")
+    return f"wss://{in_url(host)}" + (f":{port}" if port != 443 else "")
 
 
 def _general_name(name: str) -> x509.GeneralName:
@@ -170,12 +147,6 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
-
-
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
 
 
 def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -190,5 +161,11 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _write(path: Path, data: bytes) -> None:
-    write_durably(path, data, mode=0o600)
+def _write_pair(
+    key_file: Path, key: ec.EllipticCurvePrivateKey, certificate_file: Path, certificate: x509.Certificate
+) -> None:
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    write_durably(key_file, private, mode=0o600)
+    write_durably(certificate_file, certificate.public_bytes(serialization.Encoding.PEM), mode=0o600)

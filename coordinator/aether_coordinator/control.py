@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from aether_common.bus import in_url
 from aether_common.errors import AetherError, ConfigError
 from aether_common.files import write_durably
 from aiohttp import web
@@ -68,7 +69,7 @@ class Control:
 
     def _tell(self, port: int) -> None:
         host = ANY.get(self._settings.host, self._settings.host)
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = f"http://{in_url(host)}:{port}"
         endpoint = {
             "pid": os.getpid(),
             "url": url,

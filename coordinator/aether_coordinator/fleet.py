@@ -16,6 +16,7 @@ from aether_common.bus import Bus
 from aether_common.identity import ModelIdentity, differences
 from aether_common.names import Names
 from aether_common.wire import (
+    CLOCK_SKEW_S,
     MAX_WINDOW,
     PROTOCOL,
     PROTOCOL_MIN,
@@ -41,7 +42,6 @@ from aether_coordinator.streams import Streams
 HEARTBEAT_S = 5.0
 DEAD_S = 30.0
 POLL_S = 25.0
-CLOCK_SKEW_S = 30.0
 RATE_WINDOW_S = 30.0
 LATE_S = 3.0
 """Later than this, our own look at the clock says that we slept, not the workers."""

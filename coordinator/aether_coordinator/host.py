@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from aether_common.bus import is_loopback
+from aether_common.bus import check_host, is_loopback
 from aether_common.errors import BusError, ConfigError
 from aether_common.files import make_directory, write_durably
 from aether_common.names import Names
@@ -140,7 +140,7 @@ def write_host(
         if path is not None and not path.is_file():
             raise ConfigError(f"{option} {path}: no such file")
     try:
-        hosts = [certificates.check_host(host) for host in hosts]
+        hosts = [check_host(host) for host in hosts]
     except ValueError as error:
         raise ConfigError(f"--host: {error}") from None
     if self_signed and not hosts:
@@ -209,7 +209,7 @@ def renew(directory: Path, hosts: Sequence[str] = ()) -> HostedServer:
             "run `aether-coordinator nats reload`"
         )
     try:
-        named = [certificates.check_host(host) for host in hosts] or server.self_signed
+        named = [check_host(host) for host in hosts] or server.self_signed
     except ValueError as error:
         raise ConfigError(f"--host: {error}") from None
     certificates.issue(directory, named)

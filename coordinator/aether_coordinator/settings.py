@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from aether_common.bus import COORDINATOR_SCHEMES, WORKER_SCHEMES, check_url, is_loopback
+from aether_common.bus import COORDINATOR_SCHEMES, WORKER_SCHEMES, check_host, check_url, is_loopback
 from aether_common.errors import ConfigError
 from aether_common.identity import ModelIdentity, check_revision
 from aether_common.names import Names
 from aether_common.settings import ModelName, Section, Settings
 from aether_common.wire import Sampling
 from pydantic import Field, field_validator, model_validator
-
-from aether_coordinator.certificates import check_host
 
 SourceName = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
 

@@ -17,7 +17,7 @@ from aether_common.errors import AuthorizationError, BusError, DiskError, Identi
 from aether_common.files import write_durably
 from aether_common.names import Names
 from aether_common.tls import Tls, explain
-from aether_common.wire import Registration, RegistrationAnswer
+from aether_common.wire import CLOCK_SKEW_S, Registration, RegistrationAnswer
 from loguru import logger
 
 from aether_worker.settings import WorkerSettings
@@ -25,7 +25,6 @@ from aether_worker.settings import WorkerSettings
 STEP_S = 5.0
 COORDINATOR_S = 5.0
 EXPIRES_SOON_S = 14 * 86400.0
-CLOCK_SKEW_S = 30.0
 ACCEPTED = "accepted-key"
 """In the state directory: the public key that nats-server accepted last, so that a refusal can be told apart."""
 
