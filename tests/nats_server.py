@@ -16,7 +16,7 @@ from aether_common.names import Names
 from aether_common.tls import Tls
 from aether_coordinator import certificates
 from aether_coordinator.accounts import Key, Websocket, make_key, server_configuration
-from aether_coordinator.workers_conf import add_worker, read_workers, write_workers
+from aether_coordinator.workers_conf import WorkerKey, read_workers, write_workers
 
 BINARY = Path(sys.executable).parent / "nats-server"
 
@@ -25,6 +25,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def add_worker(path: Path, names: Names, worker: str, public: str) -> None:
+    """Append a key to a `workers.conf` that nobody else changes."""
+    write_workers(path, names, [*read_workers(path), WorkerKey(worker, public)])
 
 
 class NatsServer:

@@ -1,6 +1,7 @@
 """The command line `aether-coordinator`."""
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -243,17 +244,15 @@ def events(
 
     root = config if config.is_dir() else ServerSettings.load(config).run_root
 
-    def show(entry: dict[str, Any]) -> None:
-        if worker is None or entry.get("worker") == worker:
-            typer.echo(json.dumps(entry) if as_json else event_line(entry))
+    def asked(entry: dict[str, Any]) -> bool:
+        return worker is None or entry.get("worker") == worker
 
     kept, following = read_events(root)
-    kept = [entry for entry in kept if worker is None or entry.get("worker") == worker]
-    for entry in kept[-last:] if last else kept:
-        show(entry)
+    # The last 0 are all.
+    newest = list(filter(asked, kept))[-last:]
     with suppress(KeyboardInterrupt):
-        for entry in following if follow else ():
-            show(entry)
+        for entry in itertools.chain(newest, filter(asked, following) if follow else ()):
+            typer.echo(json.dumps(entry) if as_json else event_line(entry))
 
 
 HostFiles = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of nats-server's files.")]

@@ -195,8 +195,9 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Hand out ready turns while a worker has room."""
-        if self._tasks is None:
+        if self._tasks is None or not self._ready:
             return
+        usable = {worker.name for worker in self.fleet.workers.values() if worker.usable}
         while self._ready:
             room = [worker for worker in self.fleet.workers.values() if worker.room > 0]
             free = [worker for worker in room if len(worker.jobs) < worker.slots]
@@ -204,7 +205,6 @@ class Dispatcher:
                 return
             # Jobs beyond the slots are handed out only when every slot is taken.
             able = free or room
-            usable = {worker.name for worker in self.fleet.workers.values() if worker.usable}
             job = self._ready.next({worker.name for worker in able}, usable, take_away=bool(free))
             if job is None:
                 return

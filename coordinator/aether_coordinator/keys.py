@@ -82,7 +82,7 @@ class Keys:
                 keys, gone = self._kept()
                 if any(key.worker == name for key in keys):
                     raise ConfigError(f"worker {name!r} has a key already ({self.host.workers}): {ANOTHER}")
-                change = self._write(name, [*keys, self._new(name)], gone)
+                change = self._change(name, self._replace([*keys, self._new(name)], gone))
         lift(self._root, name, "revoked")
         append_event(self._root, "added", "a key was made", name)
         self._tell()
@@ -107,7 +107,7 @@ class Keys:
                     for key in keys
                     if key.worker != name or overlap
                 ]
-                change = self._write(name, [*ending, self._new(name)], gone)
+                change = self._change(name, self._replace([*ending, self._new(name)], gone))
         good = f"the old one is good for {minutes:g} more minutes" if overlap else "the old one is no longer good"
         append_event(self._root, "rotated", f"another key was made, {good}", name)
         return Change(change.lines, (*change.notes, f"copy the seed file to the worker, then restart it; {good}"))
@@ -127,7 +127,7 @@ class Keys:
                 if not any(key.worker == name for key in keys) and not self._seed_file(name).exists():
                     raise self._unknown(name, keys)
                 ban(self._root, name, "revoked", "by the operator")
-                notes = self._write(name, [key for key in keys if key.worker != name], gone).notes
+                notes = self._replace([key for key in keys if key.worker != name], gone)
         self._seed_file(name).unlink(missing_ok=True)
         append_event(self._root, "revoked", "by the operator", name)
         self._tell()
@@ -149,7 +149,7 @@ class Keys:
         with locked(self.host.workers):
             keys, gone = self._kept()
             if gone:
-                self._write("", keys, gone)
+                self._replace(keys, gone)
         return gone
 
     # ---- parts -------------------------------------------------------------------------------------
@@ -168,7 +168,8 @@ class Keys:
         write_durably(self._seed_file(name), key.seed.encode() + b"\n", mode=0o600)
         return WorkerKey(name, key.public)
 
-    def _write(self, name: str, keys: Sequence[WorkerKey], gone: Sequence[WorkerKey]) -> Change:
+    def _replace(self, keys: Sequence[WorkerKey], gone: Sequence[WorkerKey]) -> tuple[str, ...]:
+        """Let these keys be the good ones, without those that are `gone`; returns what the operator should know."""
         assert self.host is not None
         write_workers(self.host.workers, self._names, keys)
         told = self.host.reload()
@@ -176,7 +177,10 @@ class Keys:
             append_event(
                 self._root, "key_expired", f"the key before the rotation ended at {key.until_text}", key.worker
             )
-        notes = () if told else ("no nats-server of this run is running here: it reads the keys at its next start",)
+        return () if told else ("no nats-server of this run is running here: it reads the keys at its next start",)
+
+    def _change(self, name: str, notes: tuple[str, ...]) -> Change:
+        assert self.host is not None
         return Change(self._lines(name, self.host.websocket_url, self.host.ca_file), notes)
 
     def _elsewhere(self, name: str, what: str) -> Change:

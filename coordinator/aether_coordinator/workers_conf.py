@@ -97,11 +97,6 @@ def write_workers(path: Path, names: Names, keys: Iterable[WorkerKey]) -> None:
     write_durably(path, f"users: [\n{users}]\n".encode(), mode=0o600)
 
 
-def add_worker(path: Path, names: Names, worker: str, public: str) -> None:
-    """Append a key. The caller holds the lock, or is alone."""
-    write_workers(path, names, [*read_workers(path), WorkerKey(worker, public)])
-
-
 def expired(keys: Iterable[WorkerKey], now: datetime) -> list[WorkerKey]:
     return [key for key in keys if key.until is not None and key.until <= now]
 

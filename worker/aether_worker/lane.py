@@ -209,7 +209,7 @@ class Lane:
         except (AdapterError, UnknownAdapter) as error:
             return self._failed(held, ReplyKind.RETURNED, Reason.ADAPTER, error)
         except EngineUnavailable as error:
-            # Not begun: no attempt that counts against the job.
+            # Not begun, or cut off by a restart on purpose: no attempt that counts against the job.
             self.engine_failed.set()
             return self._failed(held, ReplyKind.RETURNED, Reason.DRAIN, error)
         except PromptTooLong as error:

@@ -21,10 +21,11 @@ from aether_coordinator.records import (
     WorkerRecord,
 )
 from aether_coordinator.samples import TraceError, decode_episode, encode_episode, episode_samples
-from aether_coordinator.workers_conf import add_worker, read_workers
+from aether_coordinator.workers_conf import read_workers
 from fuzzing import BOUNDED, near_msgpack
 from hypothesis import given
 from hypothesis import strategies as st
+from nats_server import add_worker
 from run_directory import episode_of, node
 
 RECORDS: list[Record] = [

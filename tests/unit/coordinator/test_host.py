@@ -11,6 +11,7 @@ from aether_coordinator import certificates
 from aether_coordinator.host import HostedServer, external_server, renew, server_of, write_host
 from aether_coordinator.settings import ServerSettings
 from nats_server import BINARY
+from server_settings import SERVER
 
 PRIVATE = {"ca.pem", "ca.key", "server.pem", "server.key"}
 ALWAYS = {"nats-server.conf", "workers.conf", "coordinator.nk", "host.json"}
@@ -141,27 +142,7 @@ def test_an_embedded_servers_certificate_is_made_again_for_other_names_or_near_i
 
 def settings(tmp_path: Path, *overrides: str) -> ServerSettings:
     file = tmp_path / "server.toml"
-    file.write_text(
-        """
-        run = "test"
-        run_root = "run"
-        steps = 1
-        model = "."
-        max_model_len = 64
-        train = [{name = "t", taskset = "t", sampling = {max_tokens = 8}}]
-        trainer = {config = "trainer.toml"}
-        [base_model]
-        repository = "r"
-        revision = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
-        weights = "w"
-        config = "c"
-        tokenizer = "t"
-        chat_template = ""
-        vocab_size = 8
-        dtype = "float32"
-        renderer = "default"
-        """
-    )
+    file.write_text(SERVER)
     return ServerSettings.load(file, list(overrides))
 
 

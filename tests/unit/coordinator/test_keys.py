@@ -20,26 +20,8 @@ from aether_coordinator.roster import Entry, roster, table
 from aether_coordinator.settings import ServerSettings
 from aether_coordinator.standing import ban, read_standing
 from aether_coordinator.workers_conf import WorkerKey, read_workers, write_workers
+from server_settings import SERVER
 
-SERVER = """
-run = "test"
-run_root = "run"
-steps = 1
-model = "."
-max_model_len = 64
-train = [{name = "t", taskset = "t", sampling = {max_tokens = 8}}]
-trainer = {config = "trainer.toml"}
-[base_model]
-repository = "r"
-revision = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
-weights = "w"
-config = "c"
-tokenizer = "t"
-chat_template = ""
-vocab_size = 8
-dtype = "float32"
-renderer = "default"
-"""
 HOUR = timedelta(hours=1)
 
 

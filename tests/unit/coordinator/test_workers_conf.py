@@ -9,13 +9,13 @@ from aether_common.names import Names
 from aether_coordinator.accounts import make_key
 from aether_coordinator.workers_conf import (
     WorkerKey,
-    add_worker,
     expired,
     locked,
     read_workers,
     worker_user,
     write_workers,
 )
+from nats_server import add_worker
 
 NAMES = Names("r")
 END = datetime(2030, 1, 31, 12, 0, 5, tzinfo=UTC)
