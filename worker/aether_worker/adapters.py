@@ -115,8 +115,8 @@ class AdapterCache:
     async def _download(self, digest: str, directory: Path) -> None:
         listing = bytearray()
 
-        async def collect(data: bytes) -> None:
-            listing.extend(data)
+        async def collect(pieces: list[bytes]) -> None:
+            listing.extend(b"".join(pieces))
             if len(listing) > MAX_LIST_BYTES:
                 raise ArtifactError(f"object {digest} is no file list of an adapter: too large")
 
@@ -142,17 +142,18 @@ class AdapterCache:
         flushing: asyncio.Task[None] | None = None
         with path.open("wb", buffering=0) as output:
 
-            def put(data: bytes) -> None:
-                hasher.update(data)
-                left = memoryview(data)
-                while left:
-                    left = left[output.write(left) :]
+            def put(pieces: list[bytes]) -> None:
+                for piece in pieces:
+                    hasher.update(piece)
+                    left = memoryview(piece)
+                    while left:
+                        left = left[output.write(left) :]
 
-            async def write(data: bytes) -> None:
+            async def write(pieces: list[bytes]) -> None:
                 """Hash and disk in a thread, where they take no time from the jobs; flushed beside the download."""
                 nonlocal unflushed, flushing
-                await _to_the_end(put, data)
-                unflushed += len(data)
+                await _to_the_end(put, pieces)
+                unflushed += sum(map(len, pieces))
                 if unflushed >= FLUSH_BYTES and (flushing is None or flushing.done()):
                     flushing, unflushed = asyncio.create_task(_to_the_end(os.fdatasync, output.fileno())), 0
 

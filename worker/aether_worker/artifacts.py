@@ -25,13 +25,19 @@ from nats.aio.msg import Msg
 
 IN_FLIGHT_S = 0.5
 """As many bytes are asked for ahead as came in so long."""
-MIN_BYTES, MAX_BYTES = 1 << 20, 24 << 20
+MIN_BYTES, MAX_BYTES = 1 << 20, 40 << 20
 """Bounds of that, for all objects that are read at the same time; the server's pending limit is well above."""
 WINDOWS = 8
 """Windows in flight, when chunks are small enough; never fewer than two."""
+TOGETHER = 4
+"""Chunks that are passed on together."""
 SILENCE_S = 5.0
 """A reading to which nothing comes for so long starts anew behind the last chunk."""
 RETRY_S = (0.5, 8.0)
+
+
+type Write = Callable[[list[bytes]], Awaitable[None]]
+"""Takes the next bytes of an object, in pieces."""
 
 
 class ArtifactError(AetherError):
@@ -71,7 +77,7 @@ class Artifacts:
         """Bytes of chunks that came, also those that came twice."""
         bus.on_reconnect(self._reconnected)
 
-    async def read(self, digest: str, write: Callable[[bytes], Awaitable[None]]) -> int:
+    async def read(self, digest: str, write: Write) -> int:
         """Pass the bytes of object `digest` to `write`, in order; returns their number.
 
         Nothing is verified here. Lost connections are waited for and the reading goes on where it
@@ -129,11 +135,10 @@ class Artifacts:
             while reading.chunks < reading.info.chunks:
                 while (window := reading.next_window(MAX_BYTES // max(1, len(self._readings)))) is not None:
                     await self._ask(reading, window, f"{inbox}.{window.number}")
-                message = await reading.next_message()
-                if message is None:
-                    raise BusError("the connection was lost")
-                self.received += len(message.data)
-                await reading.take(message)
+                for message in await reading.next_messages():
+                    self.received += len(message.data)
+                    reading.take(message)
+                await reading.pass_on()
         finally:
             with suppress(nats.errors.Error):
                 await subscription.unsubscribe()
@@ -180,7 +185,7 @@ class _Reading:
     each window starts. Where others are in between, windows overlap: no chunk is missed, some come twice.
     """
 
-    def __init__(self, digest: str, info: ObjectInfo, write: Callable[[bytes], Awaitable[None]], rate: float) -> None:
+    def __init__(self, digest: str, info: ObjectInfo, write: Write, rate: float) -> None:
         self.digest, self.info = digest, info
         self._write = write
         self.size, self.chunks = 0, 0
@@ -201,25 +206,30 @@ class _Reading:
     async def receive(self, message: Msg) -> None:
         self.arrived.put_nowait(message)
 
-    async def next_message(self) -> Msg | None:
-        if not self.arrived.empty():
-            return self.arrived.get_nowait()
+    async def next_messages(self) -> list[Msg]:
+        """At least one; as many as are there, up to `TOGETHER`."""
+        messages: list[Msg] = []
         try:
             async with asyncio.timeout(SILENCE_S):
-                return await self.arrived.get()
+                while not messages or (not self.arrived.empty() and len(messages) < TOGETHER):
+                    if (message := await self.arrived.get()) is None:
+                        raise BusError("the connection was lost")
+                    messages.append(message)
         except TimeoutError:
             raise BusError(f"nothing came for {SILENCE_S:.0f} s") from None
+        return messages
 
     def next_window(self, most_bytes: int) -> _Window | None:
         """What to ask for now, if anything."""
         on_the_way = sum(window.count - window.came + len(window.waiting) for window in self._windows)
         left = self.info.chunks - self.chunks - on_the_way
-        # Before the first chunk came, nobody knows where the object stands in the stream.
-        if left <= 0 or (self._windows and self._after == 0):
+        # Before the first chunk came, nobody knows where the object stands in the stream: one window only, then.
+        blind = self._after == 0
+        if left <= 0 or (self._windows and blind):
             return None
         chunk = self.info.chunk_bytes
         target = min(most_bytes, max(MIN_BYTES, self.rate * IN_FLIGHT_S))
-        size = max(1, int(target / WINDOWS / chunk))
+        size = max(1, int(target / (1 if blind else WINDOWS) / chunk))
         if len(self._windows) >= 2 and (on_the_way + size) * chunk > target:
             return None
         start = self._after + 1
@@ -229,7 +239,7 @@ class _Reading:
         self._windows.append(window)
         return window
 
-    async def take(self, message: Msg) -> None:
+    def take(self, message: Msg) -> None:
         """One message of a window."""
         number = int(message.subject.rsplit(".", 1)[-1])
         window = next((window for window in self._windows if window.number == number), None)
@@ -253,10 +263,18 @@ class _Reading:
         if window.came == window.count:
             seconds = time.monotonic() - window.asked
             self.rate = (self._received - window.received_before) / max(seconds, 1e-3)
-        await self._pass_on()
 
-    async def _pass_on(self) -> None:
+    async def pass_on(self) -> None:
         """Write what is next in order."""
+        pieces: list[bytes] = []
+        try:
+            self._sort(pieces)
+        finally:
+            if pieces:
+                await self._write(pieces)
+
+    def _sort(self, pieces: list[bytes]) -> None:
+        """Append what is next in order."""
         while self._windows:
             head = self._windows[0]
             while head.waiting:
@@ -270,7 +288,7 @@ class _Reading:
                     raise ArtifactError(
                         f"object {self.digest} is larger than the {self.info.size} bytes that it claims"
                     )
-                await self._write(data)
+                pieces.append(data)
             if head.came < head.count and not head.ended:
                 return
             self._windows.popleft()
