@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,11 @@ class World:
         await coordinator.bus.client.flush()
         last = (await coordinator.streams.js.stream_info(self.names.replies)).state.last_seq
         await coordinator.intake.drained(last, 5)
-        await coordinator.bus.client.flush()
+        # A reply is acknowledged after it was taken, and leaves the stream some time after that.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while (await coordinator.streams.js.stream_info(self.names.replies)).state.messages:  # noqa: ASYNC110 - it is in the server
+                    await asyncio.sleep(0.01)
 
     async def fingerprint(self) -> dict[str, str]:
         await self.settle()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aether_common.wire import Sampling
-from aether_worker.engine.base import EngineError, Generation, PromptTooLong, Request
+from aether_worker.engine.base import EngineError, Generation, Progress, PromptTooLong, Request
 from aether_worker.engine.vllm_engine import VllmEngine
 from aether_worker.settings import WorkerSettings
 from vllm_reference import Adapter, Reference, processes
@@ -24,9 +24,11 @@ def sampled(**values: Any) -> Sampling:
     return Sampling.model_validate(values)
 
 
-async def generate(engine: VllmEngine, adapter: Adapter, job: str, **sampling: Any) -> Generation:
+async def generate(
+    engine: VllmEngine, adapter: Adapter, job: str, on_progress: Progress = lambda _: None, **sampling: Any
+) -> Generation:
     request = Request(job, adapter.digest, PROMPT, sampled(**({"max_tokens": 24} | sampling)), seed=0)
-    return await engine.generate(request, lambda _: None)
+    return await engine.generate(request, on_progress)
 
 
 async def test_two_adapters_side_by_side(engine: VllmEngine, adapters: list[Adapter], reference: Reference) -> None:
@@ -115,12 +117,18 @@ async def test_killed_under_load(
     latest = adapters[-1]
     before = processes(settings.model)
     (server,) = (pid for pid, command in before.items() if "api_server" in command and "guard" not in command)
-    running = [asyncio.create_task(generate(engine, latest, f"k{n}", max_tokens=200)) for n in range(4)]
-    await asyncio.sleep(0.05)
-    os.kill(server, signal.SIGKILL)
-    async with asyncio.timeout(10):
+    unheard = set(range(4))
+
+    def heard(number: int) -> None:
+        if number in unheard:
+            unheard.remove(number)
+            if not unheard:
+                os.kill(server, signal.SIGKILL)
+
+    async with asyncio.timeout(20):
+        running = (generate(engine, latest, f"k{n}", lambda _, n=n: heard(n), max_tokens=200) for n in range(4))
         results = await asyncio.gather(*running, return_exceptions=True)
-    assert all(isinstance(result, EngineError) for result in results)
+    assert [type(result) for result in results] == 4 * [EngineError], results
     async with asyncio.timeout(200):
         while not await engine.health():  # noqa: ASYNC110 - it is another process
             await asyncio.sleep(0.2)
