@@ -12,7 +12,7 @@ import nats.errors
 from aether_common.bus import Bus, read_seed
 from aether_common.checkpoint import checkpoint_path, complete_steps, read_manifest
 from aether_common.errors import AetherError, BusError, DiskError, RunDirectoryError
-from aether_common.files import make_directory, remove_temporaries, write_durably
+from aether_common.files import remove_temporaries, write_durably
 from aether_common.identity import resolve_model
 from aether_common.names import Names
 from aether_common.pipe import Mismatch
@@ -39,12 +39,14 @@ from aether_coordinator.opening import open_run
 from aether_coordinator.ownership import Ownership
 from aether_coordinator.pauses import freeze_heap
 from aether_coordinator.policies import Policies
-from aether_coordinator.records import BatchRecord, DispatchRecord, EpisodeRecord, GroupRecord
+from aether_coordinator.reconciliation import Reconciliation
+from aether_coordinator.records import DispatchRecord, EpisodeRecord, GroupRecord
 from aether_coordinator.replies import ReplyIntake
 from aether_coordinator.rollout import Outcome, client_config, run_attempt
 from aether_coordinator.schedule import Schedule
 from aether_coordinator.settings import ServerSettings
-from aether_coordinator.status import Counters, RunState, RunStatus, StepStatus
+from aether_coordinator.status import Counters, RunState, RunStatus
+from aether_coordinator.steps import Steps
 from aether_coordinator.streams import Streams
 from aether_coordinator.tokenizer import stop_token_ids
 from aether_coordinator.training import Trainer
@@ -56,11 +58,8 @@ TAKE_BUS_S = 30.0
 """How long a start waits for an embedded server that dies or does not answer."""
 FLUSH_S = 10.0
 """How long a stop waits for a disk that takes nothing."""
-HEALTH_S = 10.0
 KEYS_S = 10.0
 """Between two looks at the workers' keys: their ends, and what a command line could not tell us."""
-SHOWN_STEPS = 200
-"""Steps in the status; all are in metrics/steps.jsonl."""
 
 
 class Finished(Exception):
@@ -86,8 +85,7 @@ class Coordinator:
         self._supervised: asyncio.Task[None] | None = None
         """Keeps the embedded server running."""
         self._stop = asyncio.Event()
-        self._reconciled = asyncio.Event()
-        self._steps_done: list[StepStatus] = []
+        self._steps = Steps(self._root, self._ledger)
         self._progress = time.monotonic()
         """When the last step was completed, or this process began."""
         self._waits_for: list[str] = []
@@ -226,6 +224,17 @@ class Coordinator:
         self._fleet.on_released = self._mismatches.forget
         self._dispatcher.fleet = self._fleet
         self._dispatcher.expected = self._expected
+        self._reconciliation = Reconciliation(
+            bus,
+            self._server,
+            self._streams,
+            self._ownership,
+            self._policies,
+            self._schedule,
+            self._fleet,
+            self._dispatcher,
+            self._intake,
+        )
         self._control = Control(
             self._root,
             settings.control,
@@ -264,11 +273,7 @@ class Coordinator:
         for _, value in self._ledger.scan("dispatches"):
             record = DispatchRecord.decode(value)
             self._dispatcher.adopt(record)
-        metrics = self._root / "metrics" / "steps.jsonl"
-        if metrics.is_file():
-            steps = [StepStatus.model_validate_json(line) for line in metrics.read_text().splitlines()]
-            # A backup of a living run may hold the file newer than the state.
-            self._steps_done = [step for step in steps if step.step <= self._policies.newest]
+        self._steps.load(self._policies.newest)
 
     def _expected(self, journal: bytes) -> Expected | None:
         """What an answer under a journal key must be sampled from; None when its attempt is over."""
@@ -299,7 +304,7 @@ class Coordinator:
                 tasks.create_task(self._intake.run())
                 tasks.create_task(self._gateway.serve(self._settings.gateway.port, ready.set))
                 tasks.create_task(self._control.serve())
-                tasks.create_task(self._keep_reconciled())
+                tasks.create_task(self._reconciliation.run())
                 tasks.create_task(self._watch())
                 tasks.create_task(self._keep_keys())
                 if self._supervised is not None:
@@ -307,7 +312,7 @@ class Coordinator:
                 # Before the first wait: a start can be stopped, too.
                 tasks.create_task(self._stop_on_request())
                 await ready.wait()
-                await self._reconciled.wait()
+                await self._reconciliation.done.wait()
                 tasks.create_task(self._ownership.keep())
                 tasks.create_task(self._trainer.supervise())
                 if not self._stop.is_set():
@@ -374,29 +379,6 @@ class Coordinator:
         client = client_config(self._gateway, str(self._model_path), renderer)
         return await run_attempt(opened, source, self._gateway, client, self._settings.episodes.timeout_s)
 
-    async def _keep_reconciled(self) -> None:
-        """Reconcile at the start, after every reconnect, and when a look at the streams shows that one is gone."""
-        wanted = asyncio.Event()
-        wanted.set()
-        self._bus.on_reconnect(wanted.set)
-        while True:
-            try:
-                async with asyncio.timeout(HEALTH_S):
-                    await wanted.wait()
-            except TimeoutError:
-                if await self._bus_well():
-                    continue
-            wanted.clear()
-            try:
-                await self._reconcile()
-                self._reconciled.set()
-            except RunDirectoryError:
-                raise
-            except (AetherError, nats.errors.Error, TimeoutError) as error:
-                logger.warning("reconciliation failed, trying again: {}", error or type(error).__name__)
-                await asyncio.sleep(2)
-                wanted.set()
-
     async def _keep_keys(self) -> None:
         """End keys whose time is over, and act on what was changed while nobody could tell us."""
         keys = Keys(self._settings)
@@ -408,31 +390,6 @@ class Coordinator:
                 logger.error("the workers' keys cannot be looked at: {}", error)
             await self._fleet.look()
             await asyncio.sleep(KEYS_S)
-
-    async def _bus_well(self) -> bool:
-        """Look at the connected bus; an embedded server that only a restart cures is restarted."""
-        if not self._bus.connected.is_set():
-            return True  # The reconnect will reconcile.
-        if self._server is not None and (ailment := await self._server.ailment(self._streams.streams)):
-            logger.warning("restarting nats-server: {}", ailment)
-            self._server.restart()
-            return True
-        if await self._streams.healthy():
-            return True
-        logger.warning(
-            "streams of the run are gone, do not answer or cannot be written: declaring them again{}",
-            "" if self._server else " (a nats-server whose disk was full must be restarted)",
-        )
-        return False
-
-    async def _reconcile(self) -> None:
-        """After a start or reconnect: declare what is missing, take the replies, publish the rest again."""
-        await self._streams.declare()
-        await self._fleet.declare_lanes()
-        await self._ownership.renew()
-        await self._policies.restore(self._schedule.needed_versions())
-        await self._dispatcher.reconcile(self._intake)
-        self._fleet.announce()
 
     async def _watch(self) -> None:
         """Say what the run waits for when no step is completed; stop then if configured."""
@@ -493,28 +450,11 @@ class Coordinator:
         await self._policies.publish(version)
         self._progress = time.monotonic()
         if batch is not None:
-            shown = {key: metrics[key] for key in ("loss", "kl", "entropy", "grad_norm") if key in metrics}
-            self._steps_done.append(step_status(batch, time.time(), **shown))
-            await self._write_steps()
+            await self._steps.add(batch, metrics, self._batches.records)
             logger.bind(step=version).info("step {} trained, mean reward {:.3f}", version, batch.reward)
         await self._evaluations.begin(version)
         self._fleet.announce()
         self._schedule.wake()
-
-    async def _write_steps(self) -> None:
-        """Bring metrics/steps.jsonl up to date: one line per published step, also those that a crash left out."""
-        path = self._root / "metrics" / "steps.jsonl"
-        known = {step.step for step in self._steps_done}
-        missing = [record for step, record in self._batches.records.items() if step <= self._policies.newest]
-        self._steps_done += [step_status(record, 0.0) for record in missing if record.step not in known]
-        self._steps_done.sort(key=lambda step: step.step)
-        lines = "".join(step.model_dump_json() + "\n" for step in self._steps_done).encode()
-
-        def write() -> None:
-            make_directory(path.parent)
-            write_durably(path, lines)
-
-        await self._ledger.write_file(write)
 
     # ---- status ------------------------------------------------------------------------------------
 
@@ -543,7 +483,7 @@ class Coordinator:
             episodes_running=self._schedule.episodes_running,
             tokens_per_s=round(sum(worker.tokens_per_s for worker in workers), 1),
             started_s=self._groups.run.started_s,
-            steps_done=self._steps_done[-SHOWN_STEPS:],
+            steps_done=self._steps.newest,
             evaluations=self._evaluations.status(),
             workers=workers,
             counters=self.counters,
@@ -559,13 +499,6 @@ def never_proxy_loopback() -> None:
     for name in ("NO_PROXY", "no_proxy"):
         hosts = {*filter(None, os.environ.get(name, "").split(",")), "127.0.0.1", "localhost"}
         os.environ[name] = ",".join(sorted(hosts))
-
-
-def step_status(batch: BatchRecord, finished_s: float, **metrics: float) -> StepStatus:
-    """The line of a published step."""
-    return StepStatus(
-        step=batch.step, reward=batch.reward, tokens=batch.tokens, lag=batch.lag, finished_s=finished_s, **metrics
-    )
 
 
 async def ended(task: asyncio.Task[None]) -> None:

@@ -1,8 +1,13 @@
 """What the benchmarks share: both sides of a ratio in turn, medians, a table, and one JSON line at the end."""
 
+import asyncio
 import json
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 
 async def interleaved(
@@ -33,3 +38,29 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 def finish(name: str, *, ratio: float, goal: float, ok: bool, **figures: object) -> None:
     """The last line of a benchmark."""
     print(json.dumps({"name": name, **figures, "ratio": round(ratio, 4), "goal": goal, "ok": ok}), flush=True)
+
+
+@asynccontextmanager
+async def child(*arguments: str, log: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """A process with pipes on stdin and stdout; what it says on stderr is shown when the block fails."""
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, limit=1 << 20
+        )
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write(log.read_text()[-2000:])
+        raise
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result

@@ -32,13 +32,13 @@ from typing import Any
 
 import aiohttp
 from aether_coordinator.gateway import OpenEpisode
-from bench import queue
-from bench._bench import finish, print_table
+from bench._bench import child, finish, print_table
+from bench._product import COMPLETION, Product, coordinator
 from nats_server import NatsServer
 from tiny_run import toml
 
 SLOTS, PER_PROCESS = 4, 4
-TOKENS_PER_S = len(queue.COMPLETION) / 0.4
+TOKENS_PER_S = len(COMPLETION) / 0.4
 TURNS, GROUP = 8, 8
 GOAL, IDLE_GOAL = 0.95, 0.01
 SAMPLE_S = 0.005
@@ -67,7 +67,7 @@ def worker_settings(directory: Path, server: NatsServer, model: Path, name: str)
         "engine": "null",
         "slots": SLOTS,
         "state_dir": str(directory / name),
-        "null": {"tokens": queue.COMPLETION, "tokens_per_s": TOKENS_PER_S},
+        "null": {"tokens": COMPLETION, "tokens_per_s": TOKENS_PER_S},
     }
     file = directory / f"{name}.toml"
     file.write_text("".join(f"{key} = {toml(value)}\n" for key, value in settings.items()))
@@ -80,7 +80,7 @@ def worker_settings(directory: Path, server: NatsServer, model: Path, name: str)
 class Episodes:
     """Runs episodes one after the other in so many lanes, and remembers who answered their turns."""
 
-    def __init__(self, product: queue.Product) -> None:
+    def __init__(self, product: Product) -> None:
         self._product = product
         self.later, self.at_home = 0, 0
         self.answered = 0
@@ -150,7 +150,7 @@ class Episodes:
             return result["choices"][0]["token_ids"]
 
 
-async def watch(product: queue.Product, seconds: float) -> dict[str, float]:
+async def watch(product: Product, seconds: float) -> dict[str, float]:
     """Shares of the slots' time: free while a turn waits, and free at all."""
     idle = free = total = waiting = 0.0
     last = time.monotonic()
@@ -177,28 +177,16 @@ async def watch(product: queue.Product, seconds: float) -> dict[str, float]:
 async def benchmark(directory: Path, count: int, seconds: float) -> None:
     model = directory / "model"
     script = [sys.executable, __file__]
-    async with queue.child(*script, "--make-model", str(model), log=directory / "model.log") as making:
+    async with child(*script, "--make-model", str(model), log=directory / "model.log") as making:
         await making.wait()
     names = [f"w{number}" for number in range(count)]
-    server = NatsServer(directory / "nats")
-    server.directory.mkdir()
-    for name in names:
-        server.add_worker(name)
     figures: dict[str, dict[str, float]] = {}
     async with AsyncExitStack() as stack:
-        stack.enter_context(server)
-        bus = server.coordinator_bus()
-        await bus.connect()
-        stack.push_async_callback(bus.close)
-        product = queue.Product(directory, bus, server.names, model)
-        await product.streams.declare()
-        await product.put_adapter(directory / "adapter")
-        await stack.enter_async_context(product.serving())
-        await stack.enter_async_context(product.taking_replies())
+        server, product = await stack.enter_async_context(coordinator(directory, model, names))
         files = [str(worker_settings(directory, server, model, name)) for name in names]
         for number, some in enumerate(itertools.batched(files, PER_PROCESS)):
             process = await stack.enter_async_context(
-                queue.child(*script, "--workers-of", *some, log=directory / f"workers-{number}.log")
+                child(*script, "--workers-of", *some, log=directory / f"workers-{number}.log")
             )
             stack.callback(process.kill)
         async with asyncio.timeout(120):

@@ -27,9 +27,8 @@ from aether_common.tls import Tls
 from aether_coordinator.accounts import make_key
 from aether_coordinator.pauses import freeze_heap
 from aether_coordinator.streams import Streams
-from bench._bench import finish, interleaved, median, print_table
-from bench.queue import CALLBACKS, IN_FLIGHT, PROMPT_TOKENS, Callbacks, Pulls, check, child, figures_of
-from nats.aio.msg import Msg
+from bench._bench import child, finish, interleaved, median, print_table
+from bench._loops import CALLBACKS, IN_FLIGHT, PROMPT_TOKENS, Callbacks, figures_of, work
 from nats_server import NatsServer
 
 JOBS = 4000
@@ -60,35 +59,14 @@ class OneAccount(NatsServer):
         return self
 
 
-async def work(directory: Path, url: str, pull: str) -> None:
-    """Pull a job, publish its reply, acknowledge the job after the reply's confirmation."""
+async def bare_worker(directory: Path, url: str, pull: str) -> None:
     names = Names("test")
     authority = directory / "ca.pem"
     tls = Tls(authority) if authority.is_file() else Tls()
     seed = (directory / f"{CALLBACKS}.seed").read_text()
     bus = Bus(url, seed, names.inbox(CALLBACKS), CALLBACKS, tls)
     await bus.connect()
-    client, confirmations = bus.client, bus.client.new_inbox()
-    pulls = Pulls(bus, pull, IN_FLIGHT)
-    unconfirmed: dict[str, str] = {}
-    reply = b"r" * 450
-
-    async def job(message: Msg) -> None:
-        if not pulls.ended(message):
-            number = message.subject.rsplit(".", 1)[-1]
-            unconfirmed[number] = message.reply
-            await client.publish(names.reply(CALLBACKS, number), reply, reply=f"{confirmations}.{number}")
-        await pulls.ask()
-
-    async def confirmed(message: Msg) -> None:
-        check(message)
-        await client.publish(unconfirmed.pop(message.subject.rsplit(".", 1)[-1]), b"+ACK")
-
-    await client.subscribe(f"{confirmations}.*", cb=confirmed)
-    await client.subscribe(f"{pulls.inbox}.*", cb=job)
-    await pulls.ask()
-    print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    await work(bus, names, CALLBACKS, pull)
     await bus.close()
 
 
@@ -171,7 +149,7 @@ def main() -> None:
     options: Any = parser.parse_args()
     if options.worker:
         directory, url, pull = options.worker
-        asyncio.run(work(Path(directory), url, pull))
+        asyncio.run(bare_worker(Path(directory), url, pull))
     else:
         with tempfile.TemporaryDirectory(prefix="aether-bench-") as directory:
             asyncio.run(benchmark(Path(directory), options.rounds))

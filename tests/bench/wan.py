@@ -24,12 +24,14 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-from bench import queue
-from bench._bench import finish, print_table
+from bench import _load
+from bench._bench import child, finish, print_table
+from bench._product import coordinator
 from bench.adapter import server_process
 from nats_server import NatsServer
 from tiny_run import toml
 
+WORKER = "w1"
 SLOTS, WAITING = 16, 64
 TOKENS, TOKENS_PER_S = 40, 40.0
 """Of a turn: one second."""
@@ -76,10 +78,10 @@ def work(settings: Path, intervals: Path) -> None:
 
 def worker_settings(directory: Path, server: NatsServer, model: Path, port: int, slots: int) -> Path:
     settings = {
-        "name": queue.WORKER,
+        "name": WORKER,
         "run": server.names.run,
         "url": f"ws://127.0.0.1:{port}",
-        "key_file": str(server.directory / f"{queue.WORKER}.seed"),
+        "key_file": str(server.directory / f"{WORKER}.seed"),
         "model": str(model),
         "dtype": "float32",
         "engine": "null",
@@ -94,35 +96,22 @@ def worker_settings(directory: Path, server: NatsServer, model: Path, port: int,
 
 async def busy_share(directory: Path, model: Path, slots: int, round_trip_s: float, seconds: float) -> dict[str, float]:
     directory.mkdir()
-    server = NatsServer(directory / "nats")
-    server.directory.mkdir()
-    server.add_worker(queue.WORKER)
     intervals = directory / "intervals"
     proxy = [sys.executable, str(Path(__file__).parents[1] / "chaos" / "proxy.py"), "--delay", str(round_trip_s / 2)]
     async with AsyncExitStack() as stack:
-        stack.enter_context(server)
-        bus = server.coordinator_bus()
-        await bus.connect()
-        stack.push_async_callback(bus.close)
-        product = queue.Product(directory, bus, server.names, model)
-        await product.streams.declare()
-        await product.put_adapter(directory / "adapter")
-        await stack.enter_async_context(product.serving())
-        await stack.enter_async_context(product.taking_replies())
+        server, product = await stack.enter_async_context(coordinator(directory, model, [WORKER]))
         models = await stack.enter_async_context(product.episodes(WAITING))
         port = await stack.enter_async_context(server_process(*proxy, str(server.websocket_port)))
         settings = worker_settings(directory, server, model, port, slots)
         command = [sys.executable, __file__, "--worker", str(settings), str(intervals)]
-        process = await stack.enter_async_context(queue.child(*command, log=directory / "worker.log"))
+        process = await stack.enter_async_context(child(*command, log=directory / "worker.log"))
         async with asyncio.timeout(60):
             while not any(worker.adapters for worker in product.fleet.workers.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        loading = await stack.enter_async_context(
-            queue.child(sys.executable, queue.__file__, "--load", log=directory / "load.log")
-        )
+        loading = await stack.enter_async_context(child(sys.executable, _load.__file__, log=directory / "load.log"))
         url = f"http://127.0.0.1:{product.gateway.port}/inference/v1/generate"
         count = int(4 * slots * (WARM_UP_S + seconds))
-        generator = queue.LoadGenerator(loading)
+        generator = _load.LoadGenerator(loading)
         await generator.send(url, product.gateway.secret, models, 2 * slots, slots)  # Until it is there.
         load = asyncio.create_task(generator.send(url, product.gateway.secret, models, count, WAITING))
         await asyncio.sleep(WARM_UP_S)
