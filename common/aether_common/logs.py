@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from loguru import Message, Record
 
 IDS = ("step", "policy", "group", "episode", "job", "worker")
+FILE_BYTES = 64 << 20
+"""A file of JSON lines is set aside at this size, as NAME.1.jsonl in place of the one before."""
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -36,6 +38,7 @@ class _JsonFile:
     """Appends one JSON object per record to a file."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
@@ -51,8 +54,16 @@ class _JsonFile:
             entry["exception"] = str(message)[-8000:]
         # A full disk must not stop the process through its log; the terminal still has the line.
         with suppress(OSError):
+            if self._file.tell() > FILE_BYTES:
+                self._set_aside()
             self._file.write(json.dumps(entry, default=str) + "\n")
             self._file.flush()
+
+    def _set_aside(self) -> None:
+        with suppress(FileNotFoundError):
+            self._path.replace(self._path.with_suffix(".1.jsonl"))
+        full, self._file = self._file, self._path.open("a", encoding="utf-8")
+        full.close()
 
 
 class _StandardLogging(logging.Handler):
