@@ -72,17 +72,20 @@ class Reconciliation:
             except (AetherError, nats.errors.Error, TimeoutError) as error:
                 logger.warning("reconciliation failed, trying again: {}", error or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
-                wanted.set()
+                if not await self._restarted():
+                    wanted.set()
+
+    async def _restarted(self) -> bool:
+        """Whether the embedded server has something that only a restart cures, and was restarted."""
+        if self._server is None or not (ailment := await self._server.ailment(self._streams.streams)):
+            return False
+        logger.warning("restarting nats-server: {}", ailment)
+        self._server.restart()
+        return True
 
     async def _bus_well(self) -> bool:
-        """Look at the connected bus; an embedded server that only a restart cures is restarted."""
-        if not self._bus.connected.is_set():
-            return True  # The reconnect will reconcile.
-        if self._server is not None and (ailment := await self._server.ailment(self._streams.streams)):
-            logger.warning("restarting nats-server: {}", ailment)
-            self._server.restart()
-            return True
-        if await self._streams.healthy():
+        """Whether the bus is well, or a reconnect will reconcile."""
+        if not self._bus.connected.is_set() or await self._restarted() or await self._streams.healthy():
             return True
         logger.warning(
             "streams of the run are gone, do not answer or cannot be written: declaring them again{}",
