@@ -185,7 +185,9 @@ class EmbeddedServer:
             await self._spawn()
 
     async def ailment(self, streams: Iterable[str]) -> str:
-        """What only a restart cures: files that are gone, or a write error that JetStream keeps; else empty."""
+        """What only a restart cures: files of `streams`, which the server has, that are gone, or a write error that
+        JetStream keeps; else empty.
+        """
         if self._process is None or self._process.returncode is not None:
             return ""
         if not self._pid_written:

@@ -63,6 +63,8 @@ class Reconciliation:
             except TimeoutError:
                 if await self._bus_well():
                     continue
+            # What is asked of a server that is away is lost, and its answer waited for in vain.
+            await self._bus.connected.wait()
             wanted.clear()
             try:
                 await self._reconcile()
@@ -72,12 +74,15 @@ class Reconciliation:
             except (AetherError, nats.errors.Error, TimeoutError) as error:
                 logger.warning("reconciliation failed, trying again: {}", error or type(error).__name__)
                 await asyncio.sleep(RETRY_S)
-                if not await self._restarted():
+                # After a reconnect it is another server, which the failure says nothing about.
+                if wanted.is_set() or not await self._restarted():
                     wanted.set()
 
     async def _restarted(self) -> bool:
         """Whether the embedded server has something that only a restart cures, and was restarted."""
-        if self._server is None or not (ailment := await self._server.ailment(self._streams.streams)):
+        if self._server is None or not self._bus.connected.is_set():
+            return False
+        if not (ailment := await self._server.ailment(self._streams.confirmed)):
             return False
         logger.warning("restarting nats-server: {}", ailment)
         self._server.restart()

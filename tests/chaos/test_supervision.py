@@ -86,9 +86,9 @@ def test_the_disk_of_the_run_is_full(attacked: Attacked) -> None:
 
 
 def test_the_disk_of_the_store_is_full(attacked: Attacked) -> None:
+    """Longer than until the server is looked at and restarted, in vain; it is looked at again."""
     if attacked.no_disks:
         pytest.skip(attacked.no_disks)
-    """Longer than until the server is looked at and restarted, in vain; it is looked at again."""
     attacked.fill(attacked.store, 15)
     attacked.wait_for_steps(2, STEPS_S)
 

@@ -17,6 +17,7 @@ from aether_common.names import Names
 from aether_common.pull import PullLoop
 from aether_common.wire import DesiredState, Heartbeat, Job, Registration, RegistrationAnswer, Reply, ReplyKind
 from aether_coordinator.dispatch import Dispatcher, Expected
+from aether_coordinator.embedded import EmbeddedServer
 from aether_coordinator.events import Events
 from aether_coordinator.fleet import Fleet
 from aether_coordinator.gateway import Gateway, OpenEpisode
@@ -24,11 +25,12 @@ from aether_coordinator.journal import Claims, TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.records import DispatchRecord, EpisodeRecord, GroupRecord, TurnRecord
 from aether_coordinator.replies import ReplyIntake
-from aether_coordinator.settings import TrainSource
+from aether_coordinator.settings import ServerSettings, TrainSource
 from aether_coordinator.status import Counters
 from aether_coordinator.streams import Streams
 from nats.aio.msg import Msg
 from nats_server import NatsServer
+from tiny_run import TinyRun
 
 ADAPTER = "a" * 64
 STOP = 2
@@ -355,6 +357,15 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 
 StartCoordinator = Callable[..., Awaitable[Coordinator]]
 StartWorker = Callable[..., Awaitable[Worker]]
+
+
+@pytest.fixture
+def embedded(tmp_path: Path, tiny_model: Path) -> EmbeddedServer:
+    """The coordinator's own server, prepared and not started."""
+    TinyRun(tmp_path, tiny_model)
+    embedded = EmbeddedServer(ServerSettings.load(tmp_path / "server.toml"))
+    embedded.prepare()
+    return embedded
 
 
 @pytest.fixture

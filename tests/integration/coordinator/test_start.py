@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from aether_common.bus import Bus, read_seed
@@ -10,24 +9,14 @@ from aether_common.errors import RunDirectoryError
 from aether_common.names import Names
 from aether_coordinator.embedded import EmbeddedServer
 from aether_coordinator.ownership import Ownership
-from aether_coordinator.settings import ServerSettings
 from aether_coordinator.streams import Streams
-from tiny_run import TinyRun
-
-
-@pytest.fixture
-def server(tmp_path: Path, tiny_model: Path) -> EmbeddedServer:
-    TinyRun(tmp_path, tiny_model)
-    server = EmbeddedServer(ServerSettings.load(tmp_path / "server.toml"))
-    server.prepare()
-    return server
 
 
 async def test_a_server_killed_while_it_starts_is_started_again(
-    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    embedded: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid_file = server.directory / "nats-server.pid"
-    tell = server._write_pid
+    pid_file = embedded.directory / "nats-server.pid"
+    tell = embedded._write_pid
     killed: list[int] = []
 
     def tell_and_die() -> None:
@@ -37,19 +26,19 @@ async def test_a_server_killed_while_it_starts_is_started_again(
             killed.append(int(pid_file.read_text()))
             os.kill(killed[-1], signal.SIGKILL)
 
-    monkeypatch.setattr(server, "_write_pid", tell_and_die)
+    monkeypatch.setattr(embedded, "_write_pid", tell_and_die)
     try:
-        await server.start()
+        await embedded.start()
         assert len(killed) == 2
         assert int(pid_file.read_text()) not in killed
     finally:
-        await server.stop()
+        await embedded.stop()
 
 
-async def test_a_claim_is_repeated_after_a_failure_and_refuses_others_only(server: EmbeddedServer) -> None:
+async def test_a_claim_is_repeated_after_a_failure_and_refuses_others_only(embedded: EmbeddedServer) -> None:
     names = Names("tiny")
-    await server.start()
-    buses = [Bus(server.url, read_seed(server.key_file), "_INBOX", f"c{number}") for number in range(2)]
+    await embedded.start()
+    buses = [Bus(embedded.url, read_seed(embedded.key_file), "_INBOX", f"c{number}") for number in range(2)]
     try:
         ownerships: list[Ownership] = []
         for bus in buses:
@@ -64,4 +53,4 @@ async def test_a_claim_is_repeated_after_a_failure_and_refuses_others_only(serve
     finally:
         for bus in buses:
             await bus.close()
-        await server.stop()
+        await embedded.stop()
