@@ -38,7 +38,7 @@ class Streams:
         self._lease_s = lease_s
         self._storage = storage
         self.js: JetStreamContext = bus.client.jetstream(timeout=API_S)
-        self.confirmed: set[str] = set()
+        self.confirmed: list[str] = []
         """Streams that the server said it has since `declare` was called last; a new server has none of them yet."""
         self.policies: KeyValue
         self.artifacts: ObjectStore
@@ -52,7 +52,7 @@ class Streams:
         try:
             for config in self._configs():
                 await self._stream(config)
-                self.confirmed.add(str(config.name))
+                self.confirmed.append(str(config.name))
             await self._replies_consumer()
             self.policies = await self.js.key_value(self._names.policies)
             self.artifacts = await self.js.object_store(self._names.artifacts)

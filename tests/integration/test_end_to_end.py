@@ -179,15 +179,16 @@ def test_by_hand(by_hand: ByHand) -> None:
     # Frozen with three jobs: they cannot all be finished when the signal arrives. Frozen with fewer it may get no
     # more, for no batch is cut without their group.
     w1 = run.processes["w1"]
-    deadline = time.monotonic() + 60
-    while True:
+
+    def frozen_at_work(_: dict[str, Any]) -> bool:
         w1.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
         if (status := run.status()) and run.worker("w1", status)["running"] >= 3:
-            break
-        assert time.monotonic() < deadline, run.log("coordinator")
+            return True
         w1.send_signal(signal.SIGCONT)
-        time.sleep(0.2)
+        return False
+
+    run.wait(frozen_at_work, 60, "three jobs on the first worker, frozen")
     w1.send_signal(signal.SIGTERM)
     w1.send_signal(signal.SIGCONT)
     assert w1.wait(60) == 0, run.log("w1")

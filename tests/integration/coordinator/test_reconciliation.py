@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,10 +20,13 @@ AWAY_S = 2.0
 """How long the server stays away, and how long a request to it is waited for: what is asked meanwhile fails."""
 
 
+type Attempt = Callable[[int, str], None]
+
+
 class OfStreams(Reconciliation):
     """Declares the streams alone; `attempt` is told which attempt it is, before and after."""
 
-    def __init__(self, bus: Bus, server: EmbeddedServer, streams: Streams, attempt: "Attempt") -> None:
+    def __init__(self, bus: Bus, server: EmbeddedServer, streams: Streams, attempt: Attempt) -> None:
         rest: Any = None
         super().__init__(bus, server, streams, rest, rest, rest, rest, rest, rest)
         self._attempt = attempt
@@ -31,12 +34,9 @@ class OfStreams(Reconciliation):
 
     async def _reconcile(self) -> None:
         self._number += 1
-        await self._attempt(self._number, "begins")
+        self._attempt(self._number, "begins")
         await self._streams.declare()
-        await self._attempt(self._number, "declared")
-
-
-type Attempt = Callable[[int, str], Awaitable[None]]
+        self._attempt(self._number, "declared")
 
 
 class World:
@@ -89,7 +89,7 @@ async def world(embedded: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> As
 async def test_a_server_that_lost_its_store_in_the_middle_gets_its_try(world: World) -> None:
     """What fails was asked of the server that died: the next one has no streams yet, and is not to blame for it."""
 
-    async def attempt(number: int, moment: str) -> None:
+    def attempt(number: int, moment: str) -> None:
         if (number, moment) == (1, "begins"):
             world.kill()
             world.lose_the_store()
@@ -101,7 +101,7 @@ async def test_a_server_that_lost_its_store_in_the_middle_gets_its_try(world: Wo
 async def test_a_store_deleted_under_a_server_in_the_middle(world: World) -> None:
     """What the server has and cannot find is put right by a restart alone, however often reconciliation fails."""
 
-    async def attempt(number: int, moment: str) -> None:
+    def attempt(number: int, moment: str) -> None:
         if (number, moment) == (1, "declared"):
             world.lose_the_store()
             raise BusError("an adapter cannot be put into the store")
@@ -111,7 +111,7 @@ async def test_a_store_deleted_under_a_server_in_the_middle(world: World) -> Non
 
 
 async def test_a_failure_that_is_not_the_servers(world: World) -> None:
-    async def attempt(number: int, moment: str) -> None:
+    def attempt(number: int, moment: str) -> None:
         if number <= 2 and moment == ("begins", "declared")[number - 1]:
             raise BusError("not now")
 
