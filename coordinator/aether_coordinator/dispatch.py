@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -20,18 +19,18 @@ from aether_common.confirm import Confirmed
 from aether_common.crash import crash_point
 from aether_common.errors import AetherError, MessageError
 from aether_common.names import Names, parse_job
-from aether_common.wire import Job, Kind, Reason, Reply, Sampling
+from aether_common.wire import Job, Reason, Reply
 from loguru import logger
 from nats.js.errors import APIError, NotFoundError
 
 from aether_coordinator.fleet import Fleet
 from aether_coordinator.incarnation import Worker
-from aether_coordinator.journal import TurnKey
 from aether_coordinator.ledger import Ledger, Write
 from aether_coordinator.ready import NOWHERE, Ready
 from aether_coordinator.records import DispatchRecord, GroupRecord, TurnRecord
 from aether_coordinator.status import Counters
 from aether_coordinator.streams import Streams
+from aether_coordinator.turn import PromptTooLong, Turn, TurnFailed
 
 MAX_FAILURES = 3
 PUBLISH_S = 10.0
@@ -39,58 +38,6 @@ PUBLISH_RETRY_S = 1.0
 WRONG_LAST_SEQUENCE = 10071
 COUNTED = (Reason.ENGINE, Reason.UNREADABLE, Reason.ADAPTER)
 """Reasons of a worker that count against a job; drain, cancellation and supersession do not."""
-
-
-class TurnFailed(AetherError):
-    """A turn failed for reasons that only infrastructure can cause."""
-
-
-class PromptTooLong(AetherError):
-    """The prompt leaves no room for a completion: the policy or the task used the context up."""
-
-
-@dataclass(slots=True)
-class Turn:
-    """A model call that waits for its answer."""
-
-    key: TurnKey
-    job: str
-    seed: int
-    kind: Kind
-    version: int
-    adapter: str
-    group: int
-    prompt: bytes
-    sampling: Sampling
-    session: str
-    deadline: float
-    """time.monotonic() after which it fails."""
-    order: int = 0
-    dispatch: int = 0
-    worker: str | None = None
-    failures: list[str] = field(default_factory=list)
-    """Workers on which an attempt failed."""
-    answer: asyncio.Future[TurnRecord] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    _record: DispatchRecord | None = None
-
-    @property
-    def record(self) -> DispatchRecord:
-        assert self.worker is not None
-        record = self._record
-        if record is None or (record.worker, record.dispatch) != (self.worker, self.dispatch):
-            self._record = record = DispatchRecord(
-                job=self.job,
-                worker=self.worker,
-                dispatch=self.dispatch,
-                journal=self.key.journal,
-                kind=self.kind,
-                version=self.version,
-                adapter=self.adapter,
-                max_tokens=self.sampling.max_tokens,
-                group=self.group,
-                seed=self.seed,
-            )
-        return record
 
 
 class Expected(NamedTuple):

@@ -20,13 +20,14 @@ from aether_common.wire import Sampling
 from aiohttp import web
 from pydantic import ValidationError
 
-from aether_coordinator.dispatch import Dispatcher, PromptTooLong, Turn, TurnFailed
+from aether_coordinator.dispatch import Dispatcher
 from aether_coordinator.journal import Claims, request_digest
 from aether_coordinator.ledger import Ledger
 from aether_coordinator.loopback import guard, refuse, serve_http
 from aether_coordinator.records import EpisodeRecord, GroupRecord, TurnRecord
 from aether_coordinator.settings import SourceSettings
 from aether_coordinator.status import Counters
+from aether_coordinator.turn import PromptTooLong, Turn, TurnFailed
 
 SECRET_VARIABLE = "AETHER_GATEWAY_API_KEY"
 """Where verifiers' client reads the secret; verifiers keeps names with API_KEY from the programs that it starts."""

@@ -23,7 +23,6 @@ sys.path[:] = [str(Path(_FOLDER).parent), *(path for path in sys.path if str(Pat
 
 import aiohttp  # noqa: E402
 from aether_common.arrays import pack_floats, pack_tokens  # noqa: E402
-from aether_coordinator.dispatch import Turn, TurnFailed  # noqa: E402
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode  # noqa: E402
 from aether_coordinator.journal import Claims  # noqa: E402
 from aether_coordinator.ledger import Ledger, Write  # noqa: E402
@@ -33,6 +32,7 @@ from aether_coordinator.rollout import client_config, run_attempt  # noqa: E402
 from aether_coordinator.settings import TrainSource  # noqa: E402
 from aether_coordinator.sources import load_source, serve  # noqa: E402
 from aether_coordinator.status import Counters  # noqa: E402
+from aether_coordinator.turn import Turn, TurnFailed  # noqa: E402
 from aiohttp import web  # noqa: E402
 from bench._bench import finish, print_table  # noqa: E402
 from tiny_model import make_tiny_model  # noqa: E402

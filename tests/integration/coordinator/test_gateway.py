@@ -9,7 +9,6 @@ import aiohttp
 import pytest
 import renderers.client
 from aether_common.arrays import pack_floats, pack_tokens, unpack_tokens
-from aether_coordinator.dispatch import PromptTooLong, Turn, TurnFailed
 from aether_coordinator.gateway import SECRET_VARIABLE, Gateway, OpenEpisode
 from aether_coordinator.journal import Claims
 from aether_coordinator.ledger import Ledger, Write
@@ -19,6 +18,7 @@ from aether_coordinator.samples import decode_episode, episode_samples
 from aether_coordinator.settings import TrainSource
 from aether_coordinator.sources import load_source, serve
 from aether_coordinator.status import Counters
+from aether_coordinator.turn import PromptTooLong, Turn, TurnFailed
 from tiny_model import make_tiny_model
 
 ADAPTER = "a" * 64
